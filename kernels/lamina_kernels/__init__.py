@@ -1,0 +1,1 @@
+"""Kernels and their torch oracles behind one dispatch."""

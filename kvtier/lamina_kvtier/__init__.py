@@ -1,0 +1,1 @@
+"""Paged KV storage: block identity, block pool, prefix index, manager."""

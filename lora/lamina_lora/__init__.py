@@ -1,0 +1,1 @@
+"""LoRA adapters: formats, validation, identity, store, device weights, batched layers."""

@@ -1,0 +1,74 @@
+"""Frozen configuration values. Reading them from environment and command line is `lamina.wiring.settings`' job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["EngineConfig", "GatewayConfig", "TenancyConfig"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine core. Every limit that a request can hit is here."""
+
+    model: Path  # a local Hugging Face folder
+    adapters: Path  # root of the content-addressed adapter store: one folder per digest
+    served_name: str = ""  # the base model's public name; "" = the folder's name
+    device: str = "auto"  # auto | cpu | cuda
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16; auto: the fastest that this device computes well
+    block_size: int = 16  # tokens
+    kv_bytes: int = 1024 * MIB  # size of the block pool; ignored when num_blocks is set
+    num_blocks: int | None = None
+    max_context: int | None = None  # tokens; None: the model's
+    max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left
+    max_running: int = 64  # choices in the running batch
+    max_waiting: int = 1024  # queued requests, then 503
+    max_choices: int = 16  # upper bound of n
+    max_logprobs: int = 20
+    max_lora_rank: int = 256
+    adapter_bytes: int = 1024 * MIB  # loaded adapters, least recently used leave first
+    prefix_caching: bool = True
+    threads: int | None = None  # None: all physical cores
+
+    @property
+    def name(self) -> str:
+        return self.served_name or self.model.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyConfig:
+    """Tenants, keys and adapters."""
+
+    database_url: str  # sqlite+aiosqlite:///... or postgresql+psycopg://...
+    home: Path  # holds secret, adapters/, uploads/
+    environment: str = "live"  # the <env> part of keys: lamina_<env>_<id>_<secret>
+    max_adapters_per_tenant: int = 1000
+
+    @property
+    def adapters(self) -> Path:
+        return self.home / "adapters"
+
+    @property
+    def uploads(self) -> Path:
+        return self.home / "uploads"
+
+    @property
+    def secret_file(self) -> Path:
+        return self.home / "secret"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayConfig:
+    """The HTTP door."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_body_bytes: int = 8 * MIB  # JSON bodies
+    max_upload_bytes: int = 1024 * MIB  # adapter uploads, packed and unpacked alike
+    default_max_tokens: int = 1024  # when the client sets none; clipped to what the context leaves
+    max_choices: int = 16
+    max_stop_strings: int = 16
+    first_event_timeout_s: float = 600.0  # queueing included, then 503
