@@ -15,6 +15,7 @@
     ├── EngineOverloaded             engine_overloaded      (limit, retry_after_s)
     ├── EngineUnavailable            engine_unavailable     (retry_after_s)
     ├── EngineInternal               engine_error
+    ├── DatabaseUnavailable          database_unavailable   (retry_after_s)
     ├── UnsupportedModel             unsupported_model      (supported)
     ├── ModelFetchFailed             model_fetch_failed
     └── ConfigurationInvalid         configuration_invalid
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigurationInvalid",
     "Conflict",
     "ContextLengthExceeded",
+    "DatabaseUnavailable",
     "EngineInternal",
     "EngineOverloaded",
     "EngineUnavailable",
@@ -185,6 +187,12 @@ class EngineInternal(LaminaError):
     """The engine failed on this request."""
 
     code = "engine_error"
+
+
+class DatabaseUnavailable(LaminaError):
+    """The database cannot be reached or is locked; retry shortly."""
+
+    code = "database_unavailable"
 
 
 class UnsupportedModel(LaminaError):
