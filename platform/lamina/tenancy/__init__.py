@@ -1,0 +1,1 @@
+"""Tenants, their API keys and their adapters. Import the modules you need; this file stays import-light."""
