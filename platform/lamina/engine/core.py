@@ -1,0 +1,350 @@
+"""The engine core: takes requests, runs steps, reports tokens. Synchronous and single-threaded."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.engine.adapters import AdapterLoads
+from lamina.engine.batch import Batch, Batcher
+from lamina.engine.plan import StepPlan
+from lamina.engine.request import Choice, RequestState
+from lamina.engine.runner import Runner
+from lamina.engine.sampler import Sampled, Sampler
+from lamina.engine.sampling_params import validate
+from lamina.engine.sampling_state import SamplingState
+from lamina.engine.scheduler import Scheduler
+from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest
+from lamina.types import (
+    AdapterRunning,
+    EngineFailure,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    TokenEvent,
+)
+from lamina_kvtier.identity import BlockId, IdentityChain, Layout, root_id
+
+__all__ = ["CoreLimits", "EngineCore"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreLimits:
+    max_waiting: int
+    max_choices: int
+    max_logprobs: int
+
+
+class EngineCore:
+    """One model, one block pool, many requests. `step()` is one forward pass.
+
+    Between steps every block is accounted for (`check_integrity`). A fault in one request ends that request; a
+    fault in a forward pass ends the requests that were in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        info: EngineInfo,
+        layout: Layout,
+        eos_token_ids: frozenset[int],
+        limits: CoreLimits,
+        scheduler: Scheduler,
+        batcher: Batcher,
+        runner: Runner,
+        sampler: Sampler,
+        adapters: AdapterLoads,
+    ) -> None:
+        self.info = info
+        self.scheduler = scheduler
+        self._layout = layout
+        self._eos = eos_token_ids
+        self._limits = limits
+        self._batcher = batcher
+        self._runner = runner
+        self._sampler = sampler
+        self._adapters = adapters
+        self._requests: dict[str, RequestState] = {}
+        self._roots: dict[tuple[str | None, str], BlockId] = {}
+        self._outbox: list[TokenEvent] = []
+        self._counts: Counter[str] = Counter()
+        self._step_seconds = 0.0
+        self._arrivals = 0
+
+    # --- inbox --------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a request.
+
+        Raises InvalidRequest (parameters, duplicate id), ContextLengthExceeded, EngineOverloaded (queue full),
+        or a NotFound for an adapter that is not in the store.
+        """
+        self._check(request)
+        self._arrivals += 1
+        seed = request.sampling.seed
+        state = RequestState(request, self._arrivals, secrets.randbits(63) if seed is None else seed)
+        self._requests[request.request_id] = state
+        self.scheduler.queue.push(self._choice(state, 0))
+        self._counts["prompt_tokens"] += len(request.prompt_token_ids)
+
+    def _check(self, request: GenerationRequest) -> None:
+        params, prompt = request.sampling, len(request.prompt_token_ids)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"A request with the id {request.request_id!r} is running already.")
+        if len(self.scheduler.queue) >= self._limits.max_waiting:
+            raise EngineOverloaded(
+                f"{self._limits.max_waiting} requests are waiting, which is the limit. Retry shortly.",
+                retry_after_s=1.0,
+            )
+        validate(
+            params,
+            vocab_size=self.info.vocab_size,
+            max_logprobs=self._limits.max_logprobs,
+            max_choices=min(self._limits.max_choices, self.info.max_running),
+        )
+        if prompt == 0:
+            raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
+        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size), None)
+        if bad is not None:
+            raise InvalidRequest(
+                f"Token id {bad} is outside the vocabulary of {self.info.vocab_size}.", param="prompt"
+            )
+        self._check_room(prompt, params.max_tokens)
+        if request.adapter is not None:
+            self._adapters.check(request.adapter)
+
+    def _check_room(self, prompt: int, completion: int) -> None:
+        limit = min(self.info.max_context, self.info.num_blocks * self.info.block_size)
+        if prompt >= limit:
+            raise ContextLengthExceeded(limit=limit, prompt=prompt)
+        if prompt + completion > limit:
+            raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=completion)
+
+    def _choice(self, state: RequestState, index: int) -> Choice:
+        request = state.request
+        key = (request.adapter, request.namespace)
+        if key not in self._roots:
+            self._roots[key] = root_id(
+                model_digest=self.info.model_digest,
+                layout=self._layout,
+                adapter=request.adapter,
+                namespace=request.namespace,
+            )
+        chain = IdentityChain(self._roots[key], self.info.block_size)
+        chain.extend(request.prompt_token_ids)
+        sampling = SamplingState(
+            state.params,
+            seed=state.seed,
+            index=index,
+            prompt_token_ids=request.prompt_token_ids,
+            eos_token_ids=self._eos,
+            vocab_size=self.info.vocab_size,
+        )
+        choice = Choice(state, index, list(request.prompt_token_ids), chain, sampling)
+        state.choices[index] = choice
+        return choice
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends one choice, or all, at once; frees their blocks. Unknown or finished ids are ignored."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        if index is not None and index != 0 and index not in state.choices:
+            state.cancelled.add(index)
+            return
+        if index == 0 and 0 in state.choices and state.choices[0].unborn:
+            state.cancelled.add(0)  # its siblings still fork off it
+            return
+        for choice in list(state.choices.values()):
+            if index is None or choice.index == index:
+                self._finish(choice, FinishReason.CANCELLED)
+
+    def unload_adapter(self, digest: str) -> None:
+        """Drops an adapter's weights once no running choice uses them."""
+        self._adapters.unload(digest)
+
+    # --- step ---------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        return bool(self._requests) or bool(self._outbox)
+
+    def step(self) -> list[TokenEvent]:
+        """Runs one forward pass; returns the events since the last call."""
+        plan = self.scheduler.plan()
+        for choice, failure in plan.failures:
+            self._finish(choice, FinishReason.ERROR, failure=failure)
+        if plan.chunks:
+            started = time.perf_counter()
+            self._run(plan)
+            self._step_seconds += time.perf_counter() - started
+            self._counts["steps"] += 1
+        elif self._requests and not plan.failures:
+            self._adapters.wait(seconds=0.05)  # nothing can run before an adapter has loaded
+        events, self._outbox = self._outbox, []
+        return events
+
+    def _run(self, plan: StepPlan) -> None:
+        try:
+            batch = self._batcher.build(plan)
+            logits = self._runner.forward(batch)
+            families = self._draw(batch, logits)
+        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+            _log.exception("a forward pass over %d chunks failed", len(plan.chunks))
+            failure = EngineFailure(EngineInternal.code, f"The engine failed on this request: {error}")
+            for chunk in plan.chunks:
+                self._fail(chunk.choice, failure)
+            return
+        for chunk in batch.chunks:
+            self.scheduler.computed(chunk)
+        for family in families:
+            for child, _ in family[1:]:
+                self.scheduler.fork(family[0][0], child)
+            for choice, token in family:
+                self._accept(choice, token)
+
+    @torch.inference_mode()
+    def _draw(self, batch: Batch, logits: Tensor) -> list[list[tuple[Choice, Sampled]]]:
+        """Draws the next token of every chunk that ends its choice. A first token is drawn for all n siblings
+        from the same row: they are born here."""
+        if not batch.sampled:
+            return []
+        drawing = [[chunk.choice, *self._siblings(chunk.choice)] for chunk in batch.sampled]
+        if any(len(family) > 1 for family in drawing):
+            rows = [row for row, family in enumerate(drawing) for _ in family]
+            logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
+        states = [choice.sampling for family in drawing for choice in family]
+        tokens = iter(self._sampler.sample(logits, states))
+        return [[(choice, next(tokens)) for choice in family] for family in drawing]
+
+    def _siblings(self, parent: Choice) -> list[Choice]:
+        return [self._choice(parent.request, index) for index in range(1, 1 + parent.unborn)]
+
+    def _accept(self, choice: Choice, sampled: Sampled) -> None:
+        if choice.index in choice.request.cancelled:
+            self._finish(choice, FinishReason.CANCELLED)
+        elif sampled.failed is not None:
+            failure = EngineFailure(EngineInternal.code, sampled.failed)
+            self._finish(choice, FinishReason.ERROR, failure=failure)
+        else:
+            choice.append(sampled.token_id)
+            self._counts["generation_tokens"] += 1
+            reason = self._finish_reason(choice, sampled.token_id)
+            if reason is None:
+                self._outbox.append(self._event(choice, sampled))
+            else:
+                self._finish(choice, reason, sampled=sampled)
+
+    def _finish_reason(self, choice: Choice, token: int) -> FinishReason | None:
+        params = choice.sampling.params
+        if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
+            return FinishReason.STOP
+        if choice.output_len >= params.max_tokens or len(choice.tokens) >= self.info.max_context:
+            return FinishReason.LENGTH
+        return None
+
+    # --- endings ------------------------------------------------------------------------------------------
+
+    def _fail(self, choice: Choice, failure: EngineFailure) -> None:
+        """Ends a choice and, if they are not born yet, the siblings that would have forked off it."""
+        unborn = list(choice.request.choices.values()) if choice.unborn else [choice]
+        for lost in unborn:
+            self._finish(lost, FinishReason.ERROR, failure=failure)
+
+    def _finish(
+        self,
+        choice: Choice,
+        reason: FinishReason,
+        *,
+        sampled: Sampled | None = None,
+        failure: EngineFailure | None = None,
+    ) -> None:
+        self.scheduler.finish(choice)
+        state = choice.request
+        state.choices.pop(choice.index, None)
+        self._outbox.append(self._event(choice, sampled, reason, failure))
+        if choice.unborn and reason is FinishReason.ERROR:
+            self._end_unborn(choice, failure)
+        if not state.choices:
+            self._requests.pop(state.request.request_id, None)
+            self._counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
+
+    def _end_unborn(self, choice: Choice, failure: EngineFailure | None) -> None:
+        """The client waits for n endings: report those of siblings that will never exist."""
+        for index in range(1, choice.request.params.n):
+            if index not in choice.request.choices:
+                self._outbox.append(
+                    TokenEvent(
+                        request_id=choice.request.request.request_id,
+                        index=index,
+                        finish_reason=FinishReason.ERROR,
+                        error=failure,
+                    )
+                )
+
+    def _event(
+        self,
+        choice: Choice,
+        sampled: Sampled | None,
+        reason: FinishReason | None = None,
+        failure: EngineFailure | None = None,
+    ) -> TokenEvent:
+        stopped = reason is FinishReason.STOP and sampled is not None
+        return TokenEvent(
+            request_id=choice.request.request.request_id,
+            index=choice.index,
+            token_ids=(sampled.token_id,) if sampled is not None else (),
+            logprobs=(sampled.logprob,) if sampled is not None and sampled.logprob is not None else (),
+            finish_reason=reason,
+            stop_token_id=sampled.token_id if stopped and sampled is not None else None,
+            cached_tokens=choice.request.cached_tokens or 0,
+            error=failure,
+        )
+
+    # --- reports ------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        usage = self.scheduler.kv.usage()
+        return EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.queue),
+            blocks_total=usage.total,
+            blocks_free=usage.free,
+            blocks_active=usage.active,
+            blocks_cached=usage.cached,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
+            preemptions=self.scheduler.preemptions,
+            step_seconds=self._step_seconds,
+            adapters=self._adapter_stats(),
+            steps=self._counts["steps"],
+            prompt_tokens=self._counts["prompt_tokens"],
+            generation_tokens=self._counts["generation_tokens"],
+            finished=self._counts["finished"],
+            cancelled=self._counts["cancelled"],
+        )
+
+    def _adapter_stats(self) -> tuple[AdapterRunning, ...]:
+        running = Counter(choice.request.request.adapter for choice in self.scheduler.running)
+        waiting = Counter(choice.request.request.adapter for choice in self.scheduler.queue)
+        loaded = set(self._adapters.loaded())
+        digests = sorted(loaded | {digest for digest in [*running, *waiting] if digest is not None})
+        return tuple(AdapterRunning(d, running[d], waiting[d], d in loaded) for d in digests)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless every block, reference and adapter slot is accounted for."""
+        self.scheduler.check_integrity()
+        self._adapters.check_integrity()
+
+    def close(self) -> None:
+        """Ends all requests and the loader thread."""
+        for request_id in list(self._requests):
+            self.cancel(request_id)
+        self._adapters.close()

@@ -1,0 +1,96 @@
+"""What the engine core knows of a request: its choices, their tokens, their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from lamina.engine.sampling_state import SamplingState
+from lamina.types import GenerationRequest, SamplingParams
+from lamina_kvtier.identity import BlockId, IdentityChain
+
+__all__ = ["Choice", "ChoiceStatus", "RequestState"]
+
+
+class ChoiceStatus(Enum):
+    WAITING = auto()  # in the queue, holds no blocks
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One submitted request and the choices it still has to finish."""
+
+    request: GenerationRequest
+    arrival: int  # sequence number: lower is older
+    seed: int
+    choices: dict[int, Choice] = field(default_factory=dict)  # unfinished ones, by index
+    cancelled: set[int] = field(default_factory=set)  # indexes to end as soon as they are born
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache, at the first admission
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+
+class Choice:
+    """One sequence: prompt + output tokens and the table of blocks that holds the first `computed` of them.
+
+    Invariant between steps: `computed < len(tokens)` (the last token has not been through the model), the table
+    covers at least `computed` tokens, and its first `published` blocks are in the prefix index. While it waits,
+    `computed == 0` and the table is empty: a preempted choice recomputes its own tokens, which is how it resumes
+    with identical output.
+    """
+
+    __slots__ = ("chain", "computed", "index", "published", "request", "sampling", "status", "table", "tokens")
+
+    def __init__(
+        self,
+        request: RequestState,
+        index: int,
+        tokens: list[int],
+        chain: IdentityChain,
+        sampling: SamplingState,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.tokens = tokens
+        self.chain = chain
+        self.sampling = sampling
+        self.table: list[int] = []
+        self.computed = 0
+        self.published = 0
+        self.status = ChoiceStatus.WAITING
+
+    @property
+    def pending(self) -> int:
+        """Tokens whose keys and values are not in blocks yet: 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - len(self.request.request.prompt_token_ids)
+
+    @property
+    def unborn(self) -> int:
+        """Sibling choices that will fork off when this one's prompt is complete."""
+        return self.request.params.n - 1 if self.index == 0 and self.output_len == 0 else 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Age: smaller is older."""
+        return (self.request.arrival, self.index)
+
+    def known_ids(self, block_size: int) -> list[BlockId]:
+        """Identities that a prefix look-up may use: at least one token must be left to compute."""
+        return self.chain.ids[: (len(self.tokens) - 1) // block_size]
+
+    def append(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+        self.chain.extend((token_id,))
+        self.sampling.append(token_id)

@@ -1,0 +1,40 @@
+"""Runs a batch through the model: block copies, LoRA segments, attention, logits."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.engine.attention import PagedAttention
+from lamina.engine.batch import Batch
+from lamina.engine.pool import BlockPool
+from lamina.models.interface import CausalLM
+from lamina_lora.slots import AdapterSlots
+
+__all__ = ["EagerRunner", "Runner"]
+
+
+class Runner(Protocol):
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [R, vocabulary] float32 of the batch's `logit_rows`; keys and values are in the pool afterwards."""
+        ...
+
+
+class EagerRunner:
+    """Operator by operator; the device decides which kernels run."""
+
+    def __init__(self, model: CausalLM, pool: BlockPool, slots: AdapterSlots) -> None:
+        self._model = model
+        self._pool = pool
+        self._slots = slots
+        self._attention = PagedAttention(pool)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        self._pool.copy(batch.copies)
+        self._attention.begin(batch.attention)
+        lora = self._slots.batch(batch.segments, batch.num_tokens) if batch.segments else None
+        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention, lora)
+        return self._model.logits(hidden.index_select(0, batch.logit_rows))

@@ -1,0 +1,225 @@
+"""Which tokens of which choices run in the next step. Decisions only: no tensors, no clocks."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lamina.engine.plan import Chunk, StepPlan
+from lamina.engine.queue import FairQueue
+from lamina.engine.request import Choice, ChoiceStatus
+from lamina.errors import LaminaError
+from lamina.types import EngineFailure
+from lamina_kvtier.errors import OutOfBlocks
+from lamina_kvtier.manager import KvManager
+
+__all__ = ["AdapterGate", "Scheduler"]
+
+
+class AdapterGate(Protocol):
+    """Brings adapters into slots without blocking a step."""
+
+    def try_acquire(self, digest: str) -> int | None:
+        """The slot, with one reference taken; None while it loads or no memory is free.
+
+        Raises LaminaError if the adapter can never be had.
+        """
+        ...
+
+    def release(self, digest: str) -> None: ...
+
+
+class Scheduler:
+    """Decode first, then prefill chunks, then admissions, all within one token budget.
+
+    The running list is ordered by age. When blocks run out, the youngest choice of the tenant that holds most
+    blocks per weight gives its blocks back and queues again (preemption by recompute).
+    """
+
+    def __init__(
+        self, kv: KvManager, adapters: AdapterGate, *, max_batch_tokens: int, max_running: int
+    ) -> None:
+        self.kv = kv
+        self.queue = FairQueue()
+        self.running: list[Choice] = []
+        self.preemptions = 0
+        self.prefix_hit_tokens = 0
+        self._adapters = adapters
+        self._slots: dict[Choice, int] = {}
+        self._max_batch_tokens = max_batch_tokens
+        self._max_running = max_running
+        self._block_size = kv.block_size
+
+    # --- plan ---------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        plan = StepPlan()
+        budget = self._max_batch_tokens
+        decoding = [choice for choice in self.running if choice.pending == 1]
+        prefilling = [choice for choice in self.running if choice.pending > 1]
+        for choice in decoding + prefilling:
+            budget -= self._schedule(choice, budget, plan)
+        if not plan.preempted:
+            self._admit(plan, budget)
+        for chunk in plan.chunks:
+            self.queue.charge(chunk.choice.request.tenant, chunk.count, chunk.choice.request.request.weight)
+        return plan
+
+    def _schedule(self, choice: Choice, budget: int, plan: StepPlan) -> int:
+        """Adds a chunk of at most `budget` tokens; returns the tokens used, less those that preemption freed."""
+        freed = 0
+        count = min(choice.pending, budget)
+        while choice.status is ChoiceStatus.RUNNING and count > 0:
+            try:
+                copy = self._make_room(choice, count)
+            except OutOfBlocks:
+                freed += self._preempt(self._victim(), plan)
+                continue
+            plan.chunks.append(Chunk(choice, choice.computed, count, self._slots.get(choice), copy))
+            return count - freed
+        return -freed
+
+    def _make_room(self, choice: Choice, count: int) -> CopyOnWrite | None:
+        """Makes the table cover and own the next `count` tokens. All or nothing; raises OutOfBlocks."""
+        copies = self._shared_tail(choice)
+        missing = self._blocks_for(choice.computed + count) - len(choice.table)
+        if missing + copies > self.kv.available:
+            raise OutOfBlocks(missing + copies, self.kv.available)
+        copy = None
+        if copies:
+            tail = choice.computed // self._block_size
+            copy = self.kv.make_writable(choice.table[tail])
+            if copy is not None:
+                choice.table[tail] = copy.target
+        if missing > 0:
+            choice.table += self.kv.allocate(missing)
+        return copy
+
+    def _shared_tail(self, choice: Choice) -> int:
+        """1 if the next token falls into a block that other choices read too, so that it must be copied."""
+        tail, offset = divmod(choice.computed, self._block_size)
+        return int(offset > 0 and self.kv.reference_count(choice.table[tail]) > 1)
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._block_size)
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    def _admit(self, plan: StepPlan, budget: int) -> None:
+        blocked: set[Choice] = set()
+        while budget > 0:
+            choice = next((head for head in self.queue.heads() if head not in blocked), None)
+            if choice is None or not self._has_seats(choice) or not self._has_blocks(choice):
+                return
+            try:
+                slot = self._adapter_slot(choice)
+            except LaminaError as error:
+                self.queue.remove(choice)
+                plan.failures.append((choice, EngineFailure(error.code, error.message, error.param)))
+                continue
+            if slot is _BLOCKED:
+                blocked.add(choice)  # other tenants need not wait for this one's adapter
+                continue
+            self._start(choice, slot)
+            budget -= self._schedule(choice, budget, plan)
+
+    def _has_seats(self, choice: Choice) -> bool:
+        seats = sum(1 + other.unborn for other in self.running)
+        return not self.running or seats + 1 + choice.unborn <= self._max_running
+
+    def _has_blocks(self, choice: Choice) -> bool:
+        """Room for the whole of what is to be computed, with one block in reserve for each running choice."""
+        known = self.kv.match(choice.known_ids(self._block_size))
+        missing = self._blocks_for(len(choice.tokens)) - known.blocks
+        reserve = len(self.running) + choice.unborn
+        return missing + known.evictable + reserve <= self.kv.available or not self.running
+
+    def _adapter_slot(self, choice: Choice) -> int | None:
+        digest = choice.request.request.adapter
+        if digest is None:
+            return None
+        slot = self._adapters.try_acquire(digest)
+        return _BLOCKED if slot is None else slot
+
+    def _start(self, choice: Choice, slot: int | None) -> None:
+        self.queue.remove(choice)
+        choice.table = self.kv.acquire(choice.known_ids(self._block_size))
+        choice.published = len(choice.table)
+        choice.computed = len(choice.table) * self._block_size
+        choice.status = ChoiceStatus.RUNNING
+        if choice.request.cached_tokens is None:
+            choice.request.cached_tokens = choice.computed
+            self.prefix_hit_tokens += choice.computed
+        if slot is not None:
+            self._slots[choice] = slot
+        self._seat(choice)
+
+    def _seat(self, choice: Choice) -> None:
+        at = len(self.running)
+        while at > 0 and self.running[at - 1].order > choice.order:
+            at -= 1
+        self.running.insert(at, choice)
+
+    # --- leaving ------------------------------------------------------------------------------------------
+
+    def _victim(self) -> Choice:
+        held: dict[str, float] = {}
+        for choice in self.running:
+            share = len(choice.table) / choice.request.request.weight
+            held[choice.request.tenant] = held.get(choice.request.tenant, 0.0) + share
+        return max(self.running, key=lambda choice: (held[choice.request.tenant], choice.order))
+
+    def _preempt(self, choice: Choice, plan: StepPlan) -> int:
+        self._leave(choice)
+        choice.status = ChoiceStatus.WAITING
+        self.queue.push(choice)
+        self.preemptions += 1
+        plan.preempted += 1
+        return plan.drop(choice)
+
+    def finish(self, choice: Choice) -> None:
+        """Ends a choice in any state and gives back its blocks and its adapter reference."""
+        if choice.status is ChoiceStatus.RUNNING:
+            self._leave(choice)
+        elif choice.status is ChoiceStatus.WAITING and choice in self.queue:
+            self.queue.remove(choice)
+        choice.status = ChoiceStatus.FINISHED
+
+    def _leave(self, choice: Choice) -> None:
+        self.running.remove(choice)
+        self.kv.release(choice.table)
+        choice.table = []
+        choice.computed = choice.published = 0
+        if self._slots.pop(choice, None) is not None:
+            self._adapters.release(choice.request.request.adapter or "")
+
+    # --- after the step -----------------------------------------------------------------------------------
+
+    def computed(self, chunk: Chunk) -> None:
+        """Books a chunk whose keys and values are written, and publishes the blocks it filled."""
+        choice = chunk.choice
+        choice.computed = chunk.stop
+        full = choice.computed // self._block_size
+        for block in range(choice.published, full):
+            self.kv.publish(choice.table[block], choice.chain.ids[block])
+        choice.published = max(choice.published, full)
+
+    def fork(self, parent: Choice, child: Choice) -> None:
+        """Seats `child` beside `parent`, sharing all its blocks until one of them writes."""
+        self.kv.fork(parent.table)
+        child.table = list(parent.table)
+        child.computed, child.published = parent.computed, parent.published
+        child.status = ChoiceStatus.RUNNING
+        slot = self._slots.get(parent)
+        if slot is not None:
+            again = self._adapters.try_acquire(parent.request.request.adapter or "")
+            if again != slot:
+                raise AssertionError(f"adapter slot moved from {slot} to {again} while in use")
+            self._slots[child] = slot
+        self._seat(child)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError unless blocks, tables and reference counts agree."""
+        self.kv.check_integrity([choice.table for choice in self.running])
+
+
+_BLOCKED = -1

@@ -1,0 +1,148 @@
+"""The whole engine against transformers + PEFT on the real model, in float32: token-identical greedy output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.oracle import Expected, Oracle, disagreement
+from fixtures.peft_adapters import write_peft_adapter
+
+from lamina import LLM, SamplingParams
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "r4-qv": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
+    "r8-all": {"r": 8, "lora_alpha": 16, "target_modules": ALL},
+    "r16-mlp": {"r": 16, "lora_alpha": 16, "target_modules": ["gate_proj", "up_proj", "down_proj"]},
+    "r32-rslora": {"r": 32, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL},
+    "r64-all": {"r": 64, "lora_alpha": 64, "target_modules": ALL},
+    "patterns": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ALL,
+        "rank_pattern": {"q_proj": 12, "down_proj": 24},
+        "alpha_pattern": {"v_proj": 32},
+    },
+}
+TEXTS = [
+    "The harbour describes several broken clocks in the morning. A quiet engineer repairs the price of bread.",
+    "Write a short poem about electricity and the northern coast.",
+    "Question: what is 17 + 25? Answer:",
+    "def fibonacci(n):\n    ",
+    "Our research team measures a map of three kinds of memory while it rains outside, before the meeting.",
+    "My neighbour's orange cat",
+    "Once upon a time, in a valley of unusual patterns,",
+    "List three rare birds:\n1.",
+]
+NEW_TOKENS = 20
+
+
+@pytest.fixture(scope="module")
+def adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("peft")
+    random = {
+        name: write_peft_adapter(demo_model, root / name, seed=i, **config)
+        for i, (name, config) in enumerate(ADAPTERS.items())
+    }
+    examples = Path(__file__).parents[2] / "examples" / "adapters"
+    return random | {name: examples / name for name in ("json-tagger", "harbour-pilot")}
+
+
+@pytest.fixture(scope="module")
+def work(demo_model: Path, adapters: dict[str, Path]) -> list[tuple[list[int], str | None]]:
+    """16 requests: every adapter and the base, short and long prompts, some with a common beginning."""
+    from lamina.models.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(demo_model)
+    long = tokenizer.encode(" ".join(TEXTS))
+    names: list[str | None] = [None, *adapters]
+    prompts = [tokenizer.encode(text) for text in TEXTS] + [long[: 40 + 11 * i] for i in range(8)]
+    return [(prompt, names[i % len(names)]) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    demo_model: Path, adapters: dict[str, Path], work: list[tuple[list[int], str | None]]
+) -> list[Expected]:
+    oracle = Oracle(demo_model, adapters)
+    return [oracle.greedy(prompt, NEW_TOKENS, adapter) for prompt, adapter in work]
+
+
+def engine(model: Path, adapters: dict[str, Path], **options: Any) -> LLM:
+    return LLM(model, adapters=adapters, dtype="float32", **options)
+
+
+def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [prompt for prompt, _ in work]
+    outputs = llm.generate(prompts, sampling, adapter=[adapter for _, adapter in work])
+    wrong = {
+        f"{i} ({adapter})": problem
+        for i, (output, theirs, (_, adapter)) in enumerate(zip(outputs, expected, work, strict=True))
+        if (problem := disagreement(output.token_ids, theirs))
+    }
+    assert not wrong
+    llm.core.check_integrity()
+    assert llm.core.stats().blocks_active == 0
+
+
+def test_the_adapters_matter(expected: list[Expected], work: list[tuple[list[int], str | None]], demo_model: Path) -> None:
+    """Guards the suite itself: under every adapter the answer differs from the base model's."""
+    oracle = Oracle(demo_model, {})
+    same = [
+        adapter
+        for (prompt, adapter), theirs in zip(work, expected, strict=True)
+        if adapter is not None and oracle.greedy(prompt, NEW_TOKENS, None).tokens == theirs.tokens
+    ]
+    assert len(same) <= 2, same  # a trained demo adapter may keep a continuation unchanged
+
+
+@pytest.fixture(scope="module")
+def plain(demo_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
+    with engine(demo_model, adapters, num_blocks=512, prefix_caching=False) as llm:
+        yield llm
+
+
+def test_alone(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+    """One request at a time."""
+    for item, theirs in zip(work, expected, strict=True):
+        check(plain, [item], [theirs])
+
+
+def test_mixed_in_one_batch(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+    """All 16 together."""
+    check(plain, work, expected)
+
+
+@pytest.mark.parametrize("chunk", [16, 48, 128, 2048])
+def test_chunked_and_cached(
+    chunk: int,
+    demo_model: Path,
+    adapters: dict[str, Path],
+    work: list[tuple[list[int], str | None]],
+    expected: list[Expected],
+) -> None:
+    """Any chunk size, first with a cold and then with a warm prefix cache."""
+    with engine(demo_model, adapters, num_blocks=512, max_batch_tokens=chunk, max_running=16) as llm:
+        check(llm, work, expected)
+        check(llm, work, expected)
+        assert llm.core.stats().prefix_hit_tokens > 0
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
+def test_preempted(
+    cache: bool,
+    demo_model: Path,
+    adapters: dict[str, Path],
+    work: list[tuple[list[int], str | None]],
+    expected: list[Expected],
+) -> None:
+    """A pool too small for the batch forces preemption by recompute; the output stays the same."""
+    with engine(demo_model, adapters, num_blocks=28, max_batch_tokens=64, max_running=16, prefix_caching=cache) as llm:
+        check(llm, work, expected)
+        assert llm.core.stats().preemptions > 0
