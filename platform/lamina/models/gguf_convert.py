@@ -55,8 +55,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress = silent) -> Non
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
         raise UnsupportedModel(
-            f"{source.name} has architecture {fields.get('general.architecture')!r}; only 'llama' converts from GGUF. "
-            "Use the model's original Hugging Face folder instead."
+            f"{source.name} has architecture {fields.get('general.architecture')!r}; only 'llama' converts "
+            "from GGUF. Use the model's original Hugging Face folder instead."
         )
     tensors = {_hf_name(tensor.name): tensor for tensor in reader.tensors}
     _write_json(folder / "config.json", _config(fields, tied="lm_head.weight" not in tensors))
@@ -72,7 +72,7 @@ def _hf_name(name: str) -> str:
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _PER_LAYER:
         raise UnsupportedModel(
-            f"The GGUF holds a tensor {name!r} that a plain Llama model does not have; it cannot be converted."
+            f"The GGUF holds a tensor {name!r}, which a plain Llama model lacks; it cannot be converted."
         )
     return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.weight"
 

@@ -1,8 +1,8 @@
 """The tokenizer inside a GGUF file, as a `tokenizers` object and a tokenizer_config.json.
 
-GGUF names the rule that cuts text before BPE (`tokenizer.ggml.pre`) but does not spell it out. A rule that is not
-listed here is refused: with a wrong one, text still encodes and decodes, only into token ids that the model was never
-trained on.
+GGUF names the rule that cuts text before BPE (`tokenizer.ggml.pre`) but does not spell it out. A rule that is
+not known here is refused: with a wrong one, text still encodes and decodes, only into token ids that the
+model was never trained on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer described by a GGUF's metadata `fields`; raises UnsupportedModel if its kind is unknown."""
+    """The tokenizer that a GGUF's metadata `fields` describe; UnsupportedModel if its kind is unknown."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}

@@ -17,10 +17,10 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*
 
 
 def resolve(name_or_path: str | Path, cache_dir: Path, progress: Progress = silent) -> Path:
-    """The local folder of a model: a catalogue name, a folder with config.json, or a hub id (`org/name[@revision]`).
+    """The local folder of a model: a catalogue name, a folder, or a hub id (`org/name[@revision]`).
 
-    A catalogue name wins over a folder of the same name (write `./name` for the folder). Raises ModelFetchFailed,
-    saying what was expected, if it is none of these or cannot be fetched.
+    A catalogue name wins over a folder of the same name (write `./name` for the folder). Raises
+    ModelFetchFailed, saying what was expected, if it is none of these or cannot be fetched.
     """
     text = str(name_or_path)
     if text in CATALOG:
@@ -31,16 +31,16 @@ def resolve(name_or_path: str | Path, cache_dir: Path, progress: Progress = sile
     if match := _HUB_ID.fullmatch(text):
         return _from_hub(match["repo"], match["revision"], cache_dir)
     raise ModelFetchFailed(
-        f"{text!r} is no model: it is neither a catalogue name ({', '.join(CATALOG)}), nor an existing folder, nor a "
-        "hub id of the form org/name."
+        f"{text!r} is no model: it is neither a catalogue name ({', '.join(CATALOG)}), nor an existing "
+        "folder, nor a hub id of the form org/name."
     )
 
 
 def _model_folder(path: Path) -> Path:
     if not (path / "config.json").is_file():
         raise ModelFetchFailed(
-            f"{path} is no Hugging Face model folder: it must be a folder that holds config.json, tokenizer.json and "
-            "*.safetensors."
+            f"{path} is no Hugging Face model folder: it must be a folder that holds config.json, "
+            "tokenizer.json and *.safetensors."
         )
     return path.resolve()
 
@@ -60,7 +60,7 @@ def _from_hub(repo: str, revision: str | None, cache_dir: Path) -> Path:
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelFetchFailed(
-            f"{repo!r} is no local folder and could not be fetched from the hub: {error}. Check the name and the "
-            "network; gated models need HF_TOKEN."
+            f"{repo!r} is no local folder and could not be fetched from the hub: {error}. Check the name and "
+            "the network; gated models need HF_TOKEN."
         ) from error
     return _model_folder(Path(folder))

@@ -27,7 +27,7 @@ _MANIFEST_VERSION = 1
 
 @contextmanager
 def publishing_lock(folder: Path, *, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds the right to build `folder`, across processes. `on_wait` is called once if another builder has it."""
+    """Holds the right to build `folder`, across processes; `on_wait` is called once if another has it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("a") as handle:
         try:
@@ -41,8 +41,8 @@ def publishing_lock(folder: Path, *, on_wait: Callable[[], None] = lambda: None)
 def publish_folder(folder: Path, build: Callable[[Path], None], source: Mapping[str, str]) -> None:
     """Builds a folder with `build(empty folder)` and puts it at `folder`, replacing a damaged one.
 
-    `source` goes into the manifest and is what `is_published` compares. Call it under `publishing_lock`. Whatever
-    `build` raises passes through and leaves nothing behind.
+    `source` goes into the manifest and is what `is_published` compares. Call it under `publishing_lock`.
+    Whatever `build` raises passes through and leaves nothing behind.
     """
     _sweep_partial(folder)
     partial = folder.parent / f".{folder.name}.{secrets.token_hex(8)}.partial"
@@ -60,7 +60,7 @@ def publish_folder(folder: Path, build: Callable[[Path], None], source: Mapping[
 
 
 def is_published(folder: Path, source: Mapping[str, str], *, deep: bool = False) -> bool:
-    """Whether `folder` was published from `source` and still has every file at its size (`deep`: and hash)."""
+    """Whether `folder` was published from `source` and has every file at its size (`deep`: and hash)."""
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("source") != dict(source):
         return False

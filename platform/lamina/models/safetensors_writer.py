@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, so that a model is converted without ever being in memory whole."""
+"""Writes a safetensors file tensor by tensor, so that a model is never in memory whole."""
 
 from __future__ import annotations
 
