@@ -21,7 +21,7 @@ def upgrade() -> None:
         "tenants",
         sa.Column("id", sa.String(32), nullable=False),
         sa.Column("name", sa.String(64), nullable=False),
-        sa.Column("weight", sa.Float(), nullable=False),
+        sa.Column("weight", sa.Double(), nullable=False),
         sa.Column("status", sa.String(16), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_tenants")),

@@ -1,8 +1,8 @@
 """API keys: issued once, verified on every request, revoked and rotated.
 
-What is stored is an HMAC with the server's secret as pepper. Verification looks a key up by its public id (a
-bound parameter), then compares in constant time. Only who presents the right secret learns that a key is expired
-or revoked; everyone else gets one and the same message.
+What is stored is an HMAC with the server's secret as pepper. Verification looks a key up by its public id,
+then compares in constant time. Only who presents the right secret learns that a key is expired or revoked;
+everyone else gets one and the same message.
 """
 
 from __future__ import annotations
