@@ -1,0 +1,146 @@
+"""The language of the process border: one tagged msgpack message per ZeroMQ frame.
+
+    to the core    Submit, Cancel, UnloadAdapter, AskStats, Shutdown
+    from the core  Ready, Events, Refused, StatsReply, Heartbeat
+
+The values inside are those of `lamina.types`, typed on both sides: a frame that does not decode to exactly
+these types raises `Garbled` and changes nothing. No code, class name or file name ever crosses.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from lamina.engine.failures import Context
+from lamina.errors import InvalidRequest
+from lamina.types import EngineFailure, EngineInfo, EngineStats, GenerationRequest, TokenEvent
+
+__all__ = [
+    "PULSE",
+    "AskStats",
+    "Cancel",
+    "Events",
+    "FromCore",
+    "Garbled",
+    "Heartbeat",
+    "Ready",
+    "Refused",
+    "Shutdown",
+    "StatsReply",
+    "Submit",
+    "ToCore",
+    "UnloadAdapter",
+    "decode_from_core",
+    "decode_to_core",
+    "encode",
+]
+
+PULSE = b".pulse"  # suffix of the identity under which a core's heartbeat thread speaks
+
+
+class Garbled(Exception):
+    """A frame is not a message of this protocol; drop it."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """Start a request. Answered by Events or by one Refused."""
+
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """End one choice, or all when `index` is None. Unknown ids are ignored."""
+
+    request_id: str
+    index: int | None = None
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
+    """Drop an adapter once nothing uses it."""
+
+    digest: str
+
+
+class AskStats(msgspec.Struct, frozen=True, tag="ask_stats"):
+    """Answered by StatsReply with the same `call`."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """End everything with CANCELLED and exit 0; what SIGTERM does."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded and the core takes requests."""
+
+    info: EngineInfo
+    pid: int
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """Everything that one step produced."""
+
+    events: tuple[TokenEvent, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The core did not take this request; `context` holds the error's typed attributes."""
+
+    request_id: str
+    failure: EngineFailure
+    context: Context = {}
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
+    call: int
+    stats: EngineStats
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Sent from a thread of its own, so that a long step does not look like death.
+
+    `stalled_s` is how long ago the core's loop last turned while it had something to do.
+    """
+
+    stalled_s: float = 0.0
+
+
+ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown
+FromCore = Ready | Events | Refused | StatsReply | Heartbeat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core = msgspec.msgpack.Decoder(ToCore)
+_from_core = msgspec.msgpack.Decoder(FromCore)
+_Message = TypeVar("_Message")
+
+
+def encode(message: ToCore | FromCore) -> bytes:
+    """One frame. Raises InvalidRequest for what msgpack cannot carry: an integer beyond 64 bits, a lone
+    surrogate in a string."""
+    try:
+        return _encoder.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise InvalidRequest(
+            f"The request holds a value that cannot be sent to the engine ({error}). "
+            "Integers must fit 64 bits and text must be valid Unicode."
+        ) from error
+
+
+def decode_to_core(frame: bytes) -> ToCore:
+    """Raises Garbled."""
+    return _decode(_to_core, frame)
+
+
+def decode_from_core(frame: bytes) -> FromCore:
+    """Raises Garbled."""
+    return _decode(_from_core, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Message], frame: bytes) -> _Message:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Garbled(str(error)) from error

@@ -1,0 +1,204 @@
+"""An engine process with a core that does no arithmetic: a prompt's first token id says how it behaves.
+
+Run as a program it is what `EngineProcess` starts in tests; `harness` starts and ends it with its supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lamina.config import EngineConfig
+from lamina.engine.client import ZmqEngineClient
+from lamina.errors import ConfigurationInvalid, ContextLengthExceeded
+from lamina.types import (
+    AdapterRunning,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenEvent,
+)
+from lamina.wiring.engine import run_engine
+from lamina.wiring.launch import Launch
+from lamina.wiring.process import EngineProcess
+from lamina.wiring.supervisor import Backoff, EngineSupervisor
+
+NORMAL, REFUSE, BUG, FATAL, SLOW_STEP, CORRUPT = range(6)
+
+INFO = EngineInfo(
+    model="fake",
+    model_digest="0" * 64,
+    max_context=4096,
+    vocab_size=50_000,
+    block_size=16,
+    num_blocks=100,
+    max_batch_tokens=256,
+    max_running=64,
+    max_lora_rank=64,
+    dtype="float32",
+    device="cpu",
+)
+
+
+@dataclass
+class _Choice:
+    request: GenerationRequest
+    index: int
+    made: int = 0
+
+
+@dataclass
+class FakeCore:
+    """Makes one token per open choice and step: 1000 * choice + position."""
+
+    info: EngineInfo = INFO
+    choices: list[_Choice] = field(default_factory=list)
+    outbox: list[TokenEvent] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "cancelled": 0, "finished": 0})
+    corrupt: bool = False
+
+    def submit(self, request: GenerationRequest) -> None:
+        kind = request.prompt_token_ids[0]
+        if kind == REFUSE:
+            raise ContextLengthExceeded(limit=4096, prompt=5000)
+        if kind == BUG:
+            raise RuntimeError("a bug that one request found")
+        self.choices += [_Choice(request, index) for index in range(request.sampling.n)]
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        for choice in list(self.choices):
+            if choice.request.request_id == request_id and index in (None, choice.index):
+                self._finish(choice, FinishReason.CANCELLED)
+
+    def unload_adapter(self, digest: str) -> None:
+        self.unloaded.append(digest)
+
+    def has_work(self) -> bool:
+        return bool(self.choices or self.outbox)
+
+    def step(self) -> list[TokenEvent]:
+        self.counts["steps"] += 1
+        time.sleep(0.001)  # the arithmetic
+        for choice in list(self.choices):
+            self._advance(choice)
+        events, self.outbox = self.outbox, []
+        return events
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            running=len(self.choices),
+            adapters=tuple(AdapterRunning(digest, 0, 0, False) for digest in self.unloaded),
+            **self.counts,
+        )
+
+    def check_integrity(self) -> None:
+        if self.corrupt:
+            raise AssertionError("the books do not balance")
+
+    def close(self) -> None:
+        self.choices.clear()
+
+    def _advance(self, choice: _Choice) -> None:
+        request = choice.request
+        match request.prompt_token_ids[0]:
+            case kind if kind == FATAL and choice.made == 2:
+                raise RuntimeError("the core broke")
+            case kind if kind == SLOW_STEP and choice.made == 1:
+                time.sleep(request.prompt_token_ids[1] / 1000)
+            case kind if kind == CORRUPT:
+                self.corrupt = True
+        token = 1000 * choice.index + choice.made
+        choice.made += 1
+        self._event(choice, (token,), None)
+        if choice.made == request.sampling.max_tokens:
+            self._finish(choice, FinishReason.LENGTH)
+
+    def _finish(self, choice: _Choice, reason: FinishReason) -> None:
+        self.choices.remove(choice)
+        self.counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
+        self._event(choice, (), reason)
+
+    def _event(self, choice: _Choice, tokens: tuple[int, ...], reason: FinishReason | None) -> None:
+        self.outbox.append(
+            TokenEvent(
+                request_id=choice.request.request_id,
+                index=choice.index,
+                token_ids=tokens,
+                finish_reason=reason,
+            )
+        )
+
+
+def request(
+    name: str, *, kind: int = NORMAL, tokens: int = 3, n: int = 1, detail: int = 0
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=(kind, detail),
+        sampling=SamplingParams(max_tokens=tokens, n=n),
+    )
+
+
+ENDLESS = 10**9  # tokens
+
+
+@dataclass
+class Harness:
+    client: ZmqEngineClient
+    supervisor: EngineSupervisor
+    watching: asyncio.Task[None]
+    processes: list[EngineProcess]
+
+
+@asynccontextmanager
+async def harness(
+    *arguments: str, heartbeat_timeout_s: float = 2.0, backoff: Backoff | None = None
+) -> AsyncIterator[Harness]:
+    """A client and a supervised fake engine; both are gone at the end, whatever the test did."""
+    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
+        client = ZmqEngineClient(f"ipc://{folder}/engine", heartbeat_timeout_s=heartbeat_timeout_s)
+        processes: list[EngineProcess] = []
+
+        def spawn(identity: bytes) -> EngineProcess:
+            processes.append(spawn_fake(client.address, identity, arguments))
+            return processes[-1]
+
+        await client.start()
+        supervisor = EngineSupervisor(client, spawn, backoff=backoff or Backoff(first_s=0.05))
+        watching = asyncio.create_task(supervisor.run())
+        try:
+            yield Harness(client, supervisor, watching, processes)
+        finally:
+            supervisor.kill()
+            await asyncio.gather(watching, return_exceptions=True)
+            await client.close()
+
+
+def spawn_fake(address: str, identity: bytes, arguments: Sequence[str] = ()) -> EngineProcess:
+    config = EngineConfig(model=Path("/nowhere"), adapters=Path("/nowhere"))
+    launch = Launch(address=address, identity=identity, parent=os.getpid(), config=config, heartbeat_s=0.1)
+    return EngineProcess(launch, [sys.executable, __file__, *arguments])
+
+
+def _build(config: EngineConfig) -> FakeCore:
+    if "--refuse" in sys.argv:
+        raise ConfigurationInvalid("this configuration cannot work")
+    if "--crash" in sys.argv:
+        os._exit(3)
+    return FakeCore()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level="INFO", format="fake engine: %(message)s")
+    sys.exit(run_engine(_build, Launch.from_json(sys.stdin.buffer.read())))
