@@ -1,0 +1,398 @@
+"""The KV manager against a naive model: dictionaries and lists, searched from end to end.
+
+Sequences with real tokens run on both. After every step the answers, the states of all blocks and the whole
+queue of victims must be equal, `check_integrity` must hold, and a simulated pool must still contain, in every
+block of every table, exactly the tokens that its sequence wrote: two owners of one block would show there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from lamina_kvtier import (
+    BlockMisuse,
+    BlockUsage,
+    CopyOnWrite,
+    IdentityChain,
+    KvError,
+    KvManager,
+    OutOfBlocks,
+)
+
+BLOCK_SIZE = 2
+ROOTS = (b"\x0a" * 32, b"\x0b" * 32)
+MAX_BLOCKS = 12
+POISON = ("poison",)
+
+
+class NaiveManager:
+    """What the manager means, in the plainest words."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.held = dict.fromkeys(range(num_blocks), 0)
+        self.known: dict[bytes, int] = {}
+        self.free = list(range(num_blocks))  # next one first
+        self.cached: list[int] = []  # least recently used first
+        self.hit_blocks = self.evicted_blocks = 0
+
+    @property
+    def available(self) -> int:
+        return len(self.free) + len(self.cached)
+
+    def usage(self) -> BlockUsage:
+        active = sum(count > 0 for count in self.held.values())
+        return BlockUsage(total=len(self.held), free=len(self.free), active=active, cached=len(self.cached))
+
+    def identity_of(self, block: int) -> bytes | None:
+        return next((identity for identity, owner in self.known.items() if owner == block), None)
+
+    def match(self, ids: list[bytes]) -> int:
+        return next((at for at, identity in enumerate(ids) if identity not in self.known), len(ids))
+
+    def acquire(self, ids: list[bytes]) -> list[int]:
+        blocks = [self.known[identity] for identity in ids[: self.match(ids)]]
+        for block in blocks:
+            if self.held[block] == 0:
+                self.cached.remove(block)
+            self.held[block] += 1
+        self.hit_blocks += len(blocks)
+        return blocks
+
+    def allocate(self, count: int) -> list[int]:
+        if count < 0:
+            raise BlockMisuse("negative")
+        if count > self.available:
+            raise OutOfBlocks(count, self.available)
+        blocks = []
+        for _ in range(count):
+            if self.free:
+                block = self.free.pop(0)
+            else:
+                block = self.cached.pop(0)
+                self.known = {identity: owner for identity, owner in self.known.items() if owner != block}
+                self.evicted_blocks += 1
+            self.held[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def fork(self, blocks: list[int]) -> None:
+        self._need(all(self.held.get(block, 0) > 0 for block in blocks))
+        for block in blocks:
+            self.held[block] += 1
+
+    def make_writable(self, block: int) -> CopyOnWrite | None:
+        self._need(self.held.get(block, 0) > 0)
+        if self.held[block] == 1 and self.identity_of(block) is None:
+            return None
+        (target,) = self.allocate(1)
+        self.release([block])
+        return CopyOnWrite(block, target)
+
+    def publish(self, block: int, identity: bytes) -> int:
+        self._need(self.held.get(block, 0) > 0)
+        self._need(self.identity_of(block) in (None, identity))
+        return self.known.setdefault(identity, block)
+
+    def release(self, blocks: list[int]) -> None:
+        self._need(all(self.held.get(block, 0) >= blocks.count(block) for block in blocks))
+        for block in blocks[::-1]:
+            self.held[block] -= 1
+            if self.held[block] == 0 and self.identity_of(block) is None:
+                self.free.insert(0, block)
+            elif self.held[block] == 0:
+                self.cached.append(block)
+
+    def forget(self, ids: list[bytes]) -> int:
+        blocks = [self.known.pop(identity) for identity in ids if identity in self.known]
+        for block in blocks:
+            if block in self.cached:
+                self.cached.remove(block)
+                self.free.insert(0, block)
+        return len(blocks)
+
+    def drop_cached(self) -> int:
+        dropped = len(self.cached)
+        self.known = {identity: block for identity, block in self.known.items() if block not in self.cached}
+        self.free += self.cached
+        self.cached = []
+        return dropped
+
+    @staticmethod
+    def _need(rule_kept: bool) -> None:
+        if not rule_kept:
+            raise BlockMisuse("broken rule")
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One choice: its tokens, its block table and the identities of its full blocks."""
+
+    root: bytes
+    tokens: list[int]
+    chain: IdentityChain
+    table: list[int] = field(default_factory=list)
+
+    def contents(self, at: int) -> Any:
+        """What block `at` of the table has to contain: its tokens, which depend on all before them."""
+        return (self.root, tuple(self.tokens[: (at + 1) * BLOCK_SIZE]))
+
+    @property
+    def full(self) -> int:
+        return len(self.chain.ids)
+
+
+def outcome(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """What a call returns or refuses with."""
+    try:
+        return call(*arguments)
+    except KvError as refusal:
+        return refusal
+
+
+def chain_of(root: bytes, tokens: list[int]) -> IdentityChain:
+    chain = IdentityChain(root, BLOCK_SIZE)
+    chain.extend(tokens)
+    return chain
+
+
+roots = st.sampled_from(ROOTS)
+prompts = st.lists(st.integers(0, 1), max_size=9)
+places = st.integers(0, 20)
+
+
+class KvMachine(RuleBasedStateMachine):
+    """Every operation in any order, on a pool that is too small."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(num_blocks=st.integers(1, MAX_BLOCKS))
+    def start(self, num_blocks: int) -> None:
+        self.real = KvManager(num_blocks, BLOCK_SIZE)
+        self.naive = NaiveManager(num_blocks)
+        self.pool: list[Any] = [POISON] * num_blocks
+        self.alive: list[Sequence] = []
+
+    # Both worlds at once
+
+    def both(self, method: str, *arguments: Any) -> Any:
+        """Calls both; answers and refusals must be equal. Returns or raises them."""
+        real = outcome(getattr(self.real, method), arguments)
+        naive = outcome(getattr(self.naive, method), arguments)
+        if isinstance(real, KvError):
+            assert type(real) is type(naive), (method, arguments, naive)
+            assert getattr(real, "need", None) == getattr(naive, "need", None)
+            assert getattr(real, "have", None) == getattr(naive, "have", None)
+            raise real
+        assert real == naive, (method, arguments)
+        return real
+
+    def allocate(self, count: int) -> list[int]:
+        blocks: list[int] = self.both("allocate", count)
+        for block in blocks:
+            self.pool[block] = POISON
+        return blocks
+
+    def make_writable(self, sequence: Sequence, at: int) -> None:
+        copy = self.both("make_writable", sequence.table[at])
+        if copy is not None:
+            self.pool[copy.target] = self.pool[copy.source]
+            sequence.table[at] = copy.target
+
+    def publish(self, sequence: Sequence, at: int, *, adopt: bool) -> None:
+        block, identity = sequence.table[at], sequence.chain.ids[at]
+        canonical = self.both("publish", block, identity)
+        if canonical != block and adopt:
+            assert self.both("acquire", [identity]) == [canonical]
+            self.both("release", [block])
+            sequence.table[at] = canonical
+
+    # A sequence's life
+
+    @rule(target=sequences, root=roots, prompt=prompts, publish=st.booleans(), adopt=st.booleans())
+    def begin(self, root: bytes, prompt: list[int], publish: bool, adopt: bool) -> Any:
+        """Takes the known prefix, computes the rest, perhaps publishes it."""
+        sequence = Sequence(root, prompt, chain_of(root, prompt))
+        known = self.both("acquire", sequence.chain.ids)
+        missing = -(-len(prompt) // BLOCK_SIZE) - len(known)
+        try:
+            sequence.table = known + self.allocate(missing)
+        except OutOfBlocks:
+            self.both("release", known)
+            return multiple()
+        for at in range(len(known), len(sequence.table)):
+            self.pool[sequence.table[at]] = sequence.contents(at)
+        self.alive.append(sequence)
+        if publish or self.closed:
+            for at in range(len(known), sequence.full):
+                self.publish(sequence, at, adopt=adopt or self.closed)
+        return sequence
+
+    @rule(sequence=sequences, token=st.integers(0, 1), publish=st.booleans(), adopt=st.booleans())
+    def append(self, sequence: Sequence, token: int, publish: bool, adopt: bool) -> None:
+        """One decode step: a new block when the last is full, else a write into the last one."""
+        at = len(sequence.tokens) // BLOCK_SIZE
+        try:
+            if at == len(sequence.table):
+                sequence.table += self.allocate(1)
+            else:
+                self.make_writable(sequence, at)
+        except OutOfBlocks:
+            return
+        sequence.tokens = [*sequence.tokens, token]
+        sequence.chain.extend([token])
+        self.pool[sequence.table[at]] = sequence.contents(at)
+        if (publish or self.closed) and at < sequence.full:
+            self.publish(sequence, at, adopt=adopt or self.closed)
+
+    @rule(target=sequences, sequence=sequences)
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second choice on the same blocks, the partial one included."""
+        self.both("fork", sequence.table)
+        twin = Sequence(sequence.root, sequence.tokens, sequence.chain.copy(), sequence.table.copy())
+        self.alive.append(twin)
+        return twin
+
+    @rule(sequence=consumes(sequences))
+    def finish(self, sequence: Sequence) -> None:
+        self.both("release", sequence.table)
+        self.alive.remove(sequence)
+
+    @precondition(lambda self: not self.closed)
+    @rule(sequence=sequences, place=places, adopt=st.booleans())
+    def publish_late(self, sequence: Sequence, place: int, adopt: bool) -> None:
+        """Blocks may be published in any order, and again."""
+        if sequence.full:
+            self.publish(sequence, place % sequence.full, adopt=adopt)
+
+    @precondition(lambda self: not self.closed)
+    @rule(sequence=sequences, place=places)
+    def recompute(self, sequence: Sequence, place: int) -> None:
+        """Writes the same tokens again into any block, shared and published ones included."""
+        if sequence.table:
+            at = place % len(sequence.table)
+            try:
+                self.make_writable(sequence, at)
+            except OutOfBlocks:
+                return
+            self.pool[sequence.table[at]] = sequence.contents(at)
+
+    # The cache as a whole
+
+    @rule(root=roots, prompt=prompts)
+    def match(self, root: bytes, prompt: list[int]) -> None:
+        self.both("match", chain_of(root, prompt).ids)
+
+    @precondition(lambda self: not self.closed)
+    @rule(root=roots, prompt=prompts, places=st.lists(places, max_size=3))
+    def forget(self, root: bytes, prompt: list[int], places: list[int]) -> None:
+        ids = chain_of(root, prompt).ids
+        self.both("forget", [ids[place % len(ids)] for place in places] if ids else [])
+
+    @rule()
+    def drop_cached(self) -> None:
+        self.both("drop_cached")
+
+    # Misuse: equal refusals, and the invariants below show that nothing changed
+
+    @rule(block=st.integers(-2, MAX_BLOCKS + 1), times=st.integers(1, 3))
+    def release_too_often(self, block: int, times: int) -> None:
+        held = self.naive.held.get(block, 0)
+        with pytest.raises(BlockMisuse):
+            self.both("release", [block] * (held + times))
+
+    @rule(sequence=sequences, block=st.integers(-2, MAX_BLOCKS + 1))
+    def touch_an_unheld_block(self, sequence: Sequence, block: int) -> None:
+        if self.naive.held.get(block, 0) == 0:
+            for method, argument in (
+                ("fork", [*sequence.table, block]),
+                ("release", [*sequence.table, block]),
+                ("make_writable", block),
+            ):
+                with pytest.raises(BlockMisuse):
+                    self.both(method, argument)
+            with pytest.raises(BlockMisuse):
+                self.both("publish", block, b"\x0c" * 32)
+
+    @rule(sequence=sequences, place=places)
+    def rename_a_published_block(self, sequence: Sequence, place: int) -> None:
+        if sequence.table:
+            block = sequence.table[place % len(sequence.table)]
+            if self.naive.identity_of(block) is not None:
+                with pytest.raises(BlockMisuse):
+                    self.both("publish", block, b"\x0c" * 32)
+
+    @rule(more=st.integers(1, 3))
+    def ask_for_too_many(self, more: int) -> None:
+        with pytest.raises(OutOfBlocks):
+            self.both("allocate", self.naive.available + more)
+        with pytest.raises(BlockMisuse):
+            self.both("allocate", -more)
+
+    # What must hold after every step
+
+    closed = False  # see ClosedKvMachine
+
+    @invariant()
+    def bookkeeping_is_sound(self) -> None:
+        self.real.check_integrity([sequence.table for sequence in self.alive])
+
+    @invariant()
+    def both_worlds_agree(self) -> None:
+        assert self.real.usage() == self.naive.usage()
+        assert self.real.available == self.naive.available
+        assert list(self.real._unheld) == self.naive.free + self.naive.cached
+        assert self.real._index._blocks == self.naive.known
+        counters = (self.real.hit_blocks, self.real.evicted_blocks)
+        assert counters == (self.naive.hit_blocks, self.naive.evicted_blocks)
+
+    @invariant()
+    def every_table_still_holds_its_own_tokens(self) -> None:
+        for sequence in self.alive:
+            for at, block in enumerate(sequence.table):
+                assert self.pool[block] == sequence.contents(at), (sequence, at)
+
+    def teardown(self) -> None:
+        """When all sequences end, nothing leaks."""
+        if hasattr(self, "real"):
+            for sequence in self.alive:
+                self.both("release", sequence.table)
+            self.real.check_integrity([])
+            self.real.drop_cached()
+            assert self.real.usage().free == self.real.num_blocks
+
+
+class ClosedKvMachine(KvMachine):
+    """Sequences that publish in order and adopt canonical blocks, as the engine's do."""
+
+    closed = True
+
+    @invariant()
+    def known_prefixes_have_no_gaps(self) -> None:
+        """No eviction order ever takes a block whose successor stays: every known block can be found."""
+        reachable = set()
+        for root, tokens in {content for content in self.pool if content != POISON}:
+            ids = chain_of(root, list(tokens)).ids
+            reachable |= set(ids[: self.real.match(ids)])
+        assert reachable >= set(self.naive.known)
+
+
+TestKvMachine = KvMachine.TestCase
+TestKvMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestClosedKvMachine = ClosedKvMachine.TestCase
+TestClosedKvMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
