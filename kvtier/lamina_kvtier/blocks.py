@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lamina_kvtier.errors import BlockMisuse
 
-__all__ = ["BlockUsage", "CopyOnWrite", "ReferenceCounts"]
+__all__ = ["BlockUsage", "CopyOnWrite", "PrefixMatch", "ReferenceCounts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,14 @@ class CopyOnWrite:
 
     source: int
     target: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """A known prefix, in blocks. `cached` of them are held by nobody: acquiring those uses up available blocks."""
+
+    known: int
+    cached: int
 
 
 class ReferenceCounts:
@@ -63,9 +71,7 @@ class ReferenceCounts:
         """Raises BlockMisuse unless each block exists and is held. `verb` says what was attempted."""
         for block in blocks:
             if not 0 <= block < len(self._counts):
-                raise BlockMisuse(
-                    f"Cannot {verb} block {block}: numbers are 0 ... {len(self) - 1}.", block=block
-                )
+                raise BlockMisuse(f"Cannot {verb} block {block}: numbers are 0 ... {len(self) - 1}.", block=block)
             if self._counts[block] == 0:
                 raise BlockMisuse(f"Cannot {verb} block {block}: nobody holds it.", block=block)
 

@@ -75,9 +75,7 @@ class FreeList:
             if at == self._end:
                 break
         if at != self._end or steps != self._length + 1:
-            found.append(
-                f"free list: it claims {self._length} blocks, but its ring does not close after them"
-            )
+            found.append(f"free list: it claims {self._length} blocks, but its ring does not close after them")
         return found + self._strays()
 
     def _strays(self) -> list[str]:

@@ -69,9 +69,7 @@ def _tables(references: ReferenceCounts, tables: Iterable[Sequence[int]]) -> lis
         if references[block] != held[block]
     ]
     found += [
-        f"block {block}: in a table, but there is no such block"
-        for block in held
-        if not _exists(block, references)
+        f"block {block}: in a table, but there is no such block" for block in held if not _exists(block, references)
     ]
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, ReferenceCounts
+from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PrefixMatch, ReferenceCounts
 from lamina_kvtier.errors import BlockMisuse, IntegrityError, OutOfBlocks
 from lamina_kvtier.free_list import FreeList
 from lamina_kvtier.identity import ID_BYTES, BlockId
@@ -56,6 +56,16 @@ class KvManager:
     def match(self, ids: Sequence[BlockId]) -> int:
         """Length, in blocks, of the longest known prefix of `ids`. Changes nothing, not even the order."""
         return len(self._index.known_prefix(ids))
+
+    def preview(self, ids: Sequence[BlockId]) -> PrefixMatch:
+        """What `acquire(ids)` would find, for an admission decision. Changes nothing."""
+        blocks = self._index.known_prefix(ids)
+        return PrefixMatch(len(blocks), sum(1 for block in blocks if self._references[block] == 0))
+
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one table holds an active block, so that `make_writable` would need a new one."""
+        self._references.require_active((block,), "look at")
+        return self._references[block] > 1
 
     def acquire(self, ids: Sequence[BlockId]) -> list[int]:
         """Takes one reference on each block of the longest known prefix of `ids`; returns their numbers.
@@ -118,9 +128,7 @@ class KvManager:
         if known is None:
             return self._index.insert(block, identity)
         if known != identity:
-            raise BlockMisuse(
-                f"Cannot publish block {block}: it is published by another identity.", block=block
-            )
+            raise BlockMisuse(f"Cannot publish block {block}: it is published by another identity.", block=block)
         return block
 
     def release(self, blocks: Sequence[int]) -> None:

@@ -65,7 +65,5 @@ class PrefixIndex:
         ]
         named = sum(identity is not None for identity in self._identities)
         if named != len(self._blocks):
-            found.append(
-                f"index: {named} blocks have an identity, but {len(self._blocks)} identities are known"
-            )
+            found.append(f"index: {named} blocks have an identity, but {len(self._blocks)} identities are known")
         return found

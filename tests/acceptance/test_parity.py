@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from fixtures.oracle import Expected, Oracle, disagreement
 from fixtures.peft_adapters import write_peft_adapter
-
 from lamina import LLM, SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
@@ -66,9 +66,7 @@ def work(demo_model: Path, adapters: dict[str, Path]) -> list[tuple[list[int], s
 
 
 @pytest.fixture(scope="module")
-def expected(
-    demo_model: Path, adapters: dict[str, Path], work: list[tuple[list[int], str | None]]
-) -> list[Expected]:
+def expected(demo_model: Path, adapters: dict[str, Path], work: list[tuple[list[int], str | None]]) -> list[Expected]:
     oracle = Oracle(demo_model, adapters)
     return [oracle.greedy(prompt, NEW_TOKENS, adapter) for prompt, adapter in work]
 
@@ -91,7 +89,9 @@ def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Exp
     assert llm.core.stats().blocks_active == 0
 
 
-def test_the_adapters_matter(expected: list[Expected], work: list[tuple[list[int], str | None]], demo_model: Path) -> None:
+def test_the_adapters_matter(
+    expected: list[Expected], work: list[tuple[list[int], str | None]], demo_model: Path
+) -> None:
     """Guards the suite itself: under every adapter the answer differs from the base model's."""
     oracle = Oracle(demo_model, {})
     same = [

@@ -200,7 +200,13 @@ class PagedAttention:
         return both[0], both[1]
 
     def _attend(
-        self, layer: int, q: Tensor, group: AttentionGroup, scale: float, window: int | None, softcap: float | None
+        self,
+        layer: int,
+        q: Tensor,
+        group: AttentionGroup,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """q [n * q, heads, dim] -> [n * q, heads * dim]."""
         heads, dim = q.shape[1:]

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from lamina_lora.batch import Segment
 from torch import Tensor
 
 from lamina.engine.attention import AttentionPlan, Span, plan_attention
 from lamina.engine.plan import Chunk, StepPlan
 from lamina.engine.pool import BlockPool
-from lamina.engine.request import Choice
-from lamina_kvtier.manager import CopyOnWrite
-from lamina_lora.batch import Segment
+from lamina_kvtier.blocks import CopyOnWrite
 
 __all__ = ["Batch", "Batcher"]
 
@@ -82,5 +81,3 @@ def _segments(chunks: Sequence[Chunk], starts: np.ndarray, ends: np.ndarray) -> 
         else:
             segments.append(Segment(chunk.slot, int(start), int(end)))
     return segments
-
-

@@ -115,9 +115,7 @@ class EngineCore:
             raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
         bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size), None)
         if bad is not None:
-            raise InvalidRequest(
-                f"Token id {bad} is outside the vocabulary of {self.info.vocab_size}.", param="prompt"
-            )
+            raise InvalidRequest(f"Token id {bad} is outside the vocabulary of {self.info.vocab_size}.", param="prompt")
         self._check_room(prompt, params.max_tokens)
         if request.adapter is not None:
             self._adapters.check(request.adapter)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from lamina.engine.request import Choice
 from lamina.types import EngineFailure
-from lamina_kvtier.manager import CopyOnWrite
+from lamina_kvtier.blocks import CopyOnWrite
 
 __all__ = ["Chunk", "StepPlan"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-from lamina_kvtier.manager import CopyOnWrite
+from lamina_kvtier.blocks import CopyOnWrite
 
 __all__ = ["BlockPool"]
 
@@ -37,9 +36,7 @@ class BlockPool:
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         # zeros, not empty: padding lanes of a gathered page are read (and masked), and NaN would survive the mask
-        self.data = torch.zeros(
-            (num_blocks, 2, layers, block_size, kv_heads, head_dim), dtype=dtype, device=device
-        )
+        self.data = torch.zeros((num_blocks, 2, layers, block_size, kv_heads, head_dim), dtype=dtype, device=device)
         self.rows = self.data.view(num_blocks * 2 * layers * block_size, kv_heads * head_dim)
         self.pages = self.data.view(num_blocks * 2 * layers, block_size * kv_heads * head_dim)
 

@@ -47,7 +47,17 @@ class Choice:
     with identical output.
     """
 
-    __slots__ = ("chain", "computed", "index", "published", "request", "sampling", "status", "table", "tokens")
+    __slots__ = (
+        "chain",
+        "computed",
+        "index",
+        "published",
+        "request",
+        "sampling",
+        "status",
+        "table",
+        "tokens",
+    )
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from lamina.engine.queue import FairQueue
 from lamina.engine.request import Choice, ChoiceStatus
 from lamina.errors import LaminaError
 from lamina.types import EngineFailure
+from lamina_kvtier.blocks import CopyOnWrite
 from lamina_kvtier.errors import OutOfBlocks
 from lamina_kvtier.manager import KvManager
 
@@ -35,9 +36,7 @@ class Scheduler:
     blocks per weight gives its blocks back and queues again (preemption by recompute).
     """
 
-    def __init__(
-        self, kv: KvManager, adapters: AdapterGate, *, max_batch_tokens: int, max_running: int
-    ) -> None:
+    def __init__(self, kv: KvManager, adapters: AdapterGate, *, max_batch_tokens: int, max_running: int) -> None:
         self.kv = kv
         self.queue = FairQueue()
         self.running: list[Choice] = []
@@ -97,7 +96,7 @@ class Scheduler:
     def _shared_tail(self, choice: Choice) -> int:
         """1 if the next token falls into a block that other choices read too, so that it must be copied."""
         tail, offset = divmod(choice.computed, self._block_size)
-        return int(offset > 0 and self.kv.reference_count(choice.table[tail]) > 1)
+        return int(offset > 0 and self.kv.is_shared(choice.table[tail]))
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_size)
@@ -128,10 +127,10 @@ class Scheduler:
 
     def _has_blocks(self, choice: Choice) -> bool:
         """Room for the whole of what is to be computed, with one block in reserve for each running choice."""
-        known = self.kv.match(choice.known_ids(self._block_size))
-        missing = self._blocks_for(len(choice.tokens)) - known.blocks
+        prefix = self.kv.preview(choice.known_ids(self._block_size))
+        missing = self._blocks_for(len(choice.tokens)) - prefix.known
         reserve = len(self.running) + choice.unborn
-        return missing + known.evictable + reserve <= self.kv.available or not self.running
+        return missing + prefix.cached + reserve <= self.kv.available or not self.running
 
     def _adapter_slot(self, choice: Choice) -> int | None:
         digest = choice.request.request.adapter

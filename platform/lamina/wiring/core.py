@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import platform as host
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil
 import torch
+from lamina_lora.slots import AdapterSlots
+from lamina_lora.store import AdapterStore
+from lamina_lora.weights import load_adapter
 
 from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
@@ -25,9 +27,6 @@ from lamina.models.loader import load_model
 from lamina.types import EngineInfo
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
-from lamina_lora.slots import AdapterSlots
-from lamina_lora.store import AdapterStore
-from lamina_lora.weights import load_adapter
 
 __all__ = ["assemble", "build_core", "choose_device", "choose_dtype"]
 

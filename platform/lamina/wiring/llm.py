@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from lamina_lora.store import AdapterStore
+from lamina_lora.validate import validate_adapter
 from rich.progress import Progress
 
 from lamina.config import EngineConfig
@@ -20,8 +22,6 @@ from lamina.types import FinishReason, GenerationRequest, SamplingParams, TokenE
 from lamina.wiring.core import build_core
 from lamina.wiring.settings import default_cache
 from lamina_lora.digest import adapter_digest
-from lamina_lora.store import AdapterStore
-from lamina_lora.validate import validate_adapter
 
 __all__ = ["LLM", "ChoiceOutput", "RequestOutput"]
 
@@ -63,9 +63,7 @@ class LLM:
     `lamina.config.EngineConfig`. Not thread-safe.
     """
 
-    def __init__(
-        self, model: str | Path, *, adapters: Mapping[str, str | Path] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, model: str | Path, *, adapters: Mapping[str, str | Path] | None = None, **options: Any) -> None:
         """Raises UnsupportedModel, ModelFetchFailed, AdapterRejected, ConfigurationInvalid."""
         self._temporary = tempfile.TemporaryDirectory(prefix="lamina-adapters-")
         folder = resolve(str(model), default_cache())
@@ -96,7 +94,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Completes every prompt (text or token ids), all in the same batches. Results in prompt order.
@@ -166,8 +164,7 @@ class _Run:
         self.request = request
         self.choices = [ChoiceOutput(index) for index in range(params.n)]
         self._streams = [
-            TextStream(tokenizer, stop=params.stop, include_stop_str=params.include_stop_str)
-            for _ in range(params.n)
+            TextStream(tokenizer, stop=params.stop, include_stop_str=params.include_stop_str) for _ in range(params.n)
         ]
         self._cached = 0
 

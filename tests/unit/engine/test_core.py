@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 
+from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.engine.core import EngineCore
 from lamina.errors import ContextLengthExceeded, EngineOverloaded, InvalidRequest, NotFound
 from lamina.types import FinishReason, GenerationRequest

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from lamina_kvtier import BlockMisuse, BlockUsage, CopyOnWrite, KvError, KvManager, OutOfBlocks
+from lamina_kvtier import (
+    BlockMisuse,
+    BlockUsage,
+    CopyOnWrite,
+    KvError,
+    KvManager,
+    OutOfBlocks,
+    PrefixMatch,
+)
 
 
 def name(number: int) -> bytes:
@@ -431,3 +439,34 @@ def test_work_per_block_does_not_grow_with_the_pool() -> None:
         costs.append(work(manager, tables=3))
         assert manager.evicted_blocks == 24
     assert costs[0] == costs[1] > 0
+
+
+# Looking ahead
+
+
+def test_preview_says_what_acquiring_would_use_up() -> None:
+    """Known blocks that somebody holds cost nothing; cached ones come out of the available blocks."""
+    manager = KvManager(6)
+    cached(manager, 1, 2, 3)
+    held = manager.acquire([name(1)])
+    before = state(manager)
+    assert manager.preview([name(1), name(2), name(3), name(4)]) == PrefixMatch(known=3, cached=2)
+    assert manager.preview([name(9)]) == PrefixMatch(known=0, cached=0)
+    assert state(manager) == before
+    manager.acquire([name(1), name(2), name(3)])
+    assert manager.available == before[-1][2] - 2
+    manager.release(held)
+
+
+def test_a_block_is_shared_while_two_tables_hold_it() -> None:
+    """Forking shares, releasing ends it; asking about a block that nobody holds is a misuse."""
+    manager = KvManager(2)
+    (block,) = manager.allocate(1)
+    assert not manager.is_shared(block)
+    manager.fork([block])
+    assert manager.is_shared(block)
+    manager.release([block])
+    assert not manager.is_shared(block)
+    manager.release([block])
+    with pytest.raises(BlockMisuse, match="nobody holds it"):
+        manager.is_shared(block)
