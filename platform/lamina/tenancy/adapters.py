@@ -82,9 +82,7 @@ class AdapterService:
     async def get(self, tenant_id: str, name_or_id: str) -> AdapterRecord:
         """By id (retired ones too) or by reference, whatever the base model. Raises ModelNotFound."""
         async with self._database.session() as session:
-            row = await _by_id(session, tenant_id, name_or_id) or await _latest(
-                session, tenant_id, name_or_id
-            )
+            row = await _by_id(session, tenant_id, name_or_id) or await _latest(session, tenant_id, name_or_id)
         if row is None:
             raise ModelNotFound(name_or_id)
         return _record(row)
@@ -96,18 +94,14 @@ class AdapterService:
         if not 1 <= limit <= MAX_PAGE:
             raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}; got {limit}.", param="limit")
         position = tuple_(AdapterRow.created_at, AdapterRow.id)
-        query = (
-            _ready(tenant_id).order_by(AdapterRow.created_at.desc(), AdapterRow.id.desc()).limit(limit + 1)
-        )
+        query = _ready(tenant_id).order_by(AdapterRow.created_at.desc(), AdapterRow.id.desc()).limit(limit + 1)
         if name is not None:
             query = query.where(AdapterRow.name == name) if is_plausible(name) else query.where(false())
         async with self._database.session() as session:
             if after is not None:
                 cursor = await _by_id(session, tenant_id, after)
                 if cursor is None:
-                    raise InvalidRequest(
-                        f"after={after!r} is not the id of one of your adapters.", param="after"
-                    )
+                    raise InvalidRequest(f"after={after!r} is not the id of one of your adapters.", param="after")
                 query = query.where(position < tuple_(cursor.created_at, cursor.id))
             rows = tuple(await session.scalars(query))
         data = tuple(_record(row) for row in rows[:limit])
@@ -198,11 +192,7 @@ class AdapterService:
         return tuple(removed)
 
     async def _missing(self) -> tuple[AdapterRecord, ...]:
-        query = (
-            select(AdapterRow)
-            .where(AdapterRow.status == _READY)
-            .order_by(AdapterRow.created_at, AdapterRow.id)
-        )
+        query = select(AdapterRow).where(AdapterRow.status == _READY).order_by(AdapterRow.created_at, AdapterRow.id)
         async with self._database.session() as session:
             records = [_record(row) for row in await session.scalars(query)]
         stored = set(await asyncio.to_thread(self._intake.digests))

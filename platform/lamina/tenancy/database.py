@@ -37,7 +37,7 @@ def parse_url(url: str) -> URL:
     """The URL with its async driver filled in. Raises ConfigurationInvalid; never quotes a password."""
     try:
         parsed = make_url(url)
-    except ArgumentError:
+    except (ArgumentError, ValueError):
         raise ConfigurationInvalid(
             "The database URL cannot be read. Use sqlite+aiosqlite:////absolute/path.db or "
             "postgresql+psycopg://user:password@host/name.",
@@ -61,8 +61,7 @@ def make_engine(url: str, *, foreign_keys: bool = True, **options: Any) -> Async
     """An async engine with our pragmas. `foreign_keys=False` is for migrations, which rebuild tables."""
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
-        assert parsed.database is not None
-        Path(parsed.database).expanduser().parent.mkdir(parents=True, exist_ok=True)
+        _make_parent(Path(str(parsed.database)))
         options.setdefault("connect_args", {"timeout": BUSY_TIMEOUT_S})
     else:
         options.setdefault("pool_pre_ping", True)
@@ -76,6 +75,16 @@ def make_engine(url: str, *, foreign_keys: bool = True, **options: Any) -> Async
     if parsed.get_backend_name() == "sqlite":
         _prepare_sqlite(engine, foreign_keys=foreign_keys)
     return engine
+
+
+def _make_parent(file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationInvalid(
+            f"The folder {file.parent} for the database cannot be made: {error.strerror}.",
+            param="database_url",
+        ) from error
 
 
 def _prepare_sqlite(engine: AsyncEngine, *, foreign_keys: bool) -> None:
@@ -94,7 +103,7 @@ def _prepare_sqlite(engine: AsyncEngine, *, foreign_keys: bool) -> None:
 
 @contextmanager
 def database_errors() -> Iterator[None]:
-    """Turns an unreachable, locked or full database into DatabaseUnavailable; other errors pass."""
+    """An unreachable, locked or full database becomes DatabaseUnavailable; other errors pass."""
     try:
         yield
     except DBAPIError as error:
@@ -130,9 +139,7 @@ class Database:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._reading = async_sessionmaker(engine, expire_on_commit=False)
-        self._writing = async_sessionmaker(
-            engine.execution_options(**{_BEGIN: "IMMEDIATE"}), expire_on_commit=False
-        )
+        self._writing = async_sessionmaker(engine.execution_options(**{_BEGIN: "IMMEDIATE"}), expire_on_commit=False)
 
     @classmethod
     def open(cls, url: str) -> Database:
@@ -160,7 +167,10 @@ class Database:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncSession]:
-        """For writing: commits at the end, rolls back on any exception. Raises DatabaseUnavailable."""
+        """For writing: commits at the end, rolls back on any exception. Raises DatabaseUnavailable.
+
+        The transaction, and on SQLite the wait for other writers, begins with the first statement.
+        """
         with database_errors():
             async with self._writing() as session, session.begin():
                 yield session
@@ -171,6 +181,4 @@ class Database:
         SQLite has one writer at a time, so `transaction()` is that lock already.
         """
         if self._engine.dialect.name == "postgresql":
-            await session.execute(
-                text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name}
-            )
+            await session.execute(text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))"), {"name": name})

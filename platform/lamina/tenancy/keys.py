@@ -199,18 +199,12 @@ class KeyService:
         if expires_at is None:
             return
         if expires_at.tzinfo is None:
-            raise InvalidRequest(
-                "expires_at needs a time zone, for example 2027-01-31T00:00:00Z.", param="expires_at"
-            )
+            raise InvalidRequest("expires_at needs a time zone, for example 2027-01-31T00:00:00Z.", param="expires_at")
         if expires_at <= self._clock():
-            raise InvalidRequest(
-                f"expires_at {expires_at.isoformat()} is not in the future.", param="expires_at"
-            )
+            raise InvalidRequest(f"expires_at {expires_at.isoformat()} is not in the future.", param="expires_at")
 
 
-async def _find(
-    session: AsyncSession, key_id: str, tenant_id: str | None, *, lock: bool = False
-) -> ApiKeyRow:
+async def _find(session: AsyncSession, key_id: str, tenant_id: str | None, *, lock: bool = False) -> ApiKeyRow:
     query = select(ApiKeyRow).where(ApiKeyRow.id == key_id)
     if tenant_id is not None:
         query = query.where(ApiKeyRow.tenant_id == tenant_id)

@@ -22,9 +22,7 @@ class MemoryIntake:
 
     def validate(self, folder: Path) -> ValidatedAdapter:
         content = _content(folder)
-        return ValidatedAdapter(
-            digest=hashlib.sha256(content).hexdigest(), rank=self._rank, size_bytes=len(content)
-        )
+        return ValidatedAdapter(digest=hashlib.sha256(content).hexdigest(), rank=self._rank, size_bytes=len(content))
 
     def publish(self, folder: Path, adapter: ValidatedAdapter) -> None:
         content = _content(folder)

@@ -46,9 +46,7 @@ def head() -> str:
 
 async def current(database_url: str) -> str | None:
     """The database's revision; None if it was never migrated."""
-    return await _run(
-        database_url, lambda connection: MigrationContext.configure(connection).get_current_revision()
-    )
+    return await _run(database_url, lambda connection: MigrationContext.configure(connection).get_current_revision())
 
 
 async def upgrade(database_url: str, revision: str = "head") -> None:

@@ -55,15 +55,11 @@ def parse_reference(model: str) -> ModelReference | None:
 def check_adapter_name(name: str, *, base_model: str) -> str:
     """Raises InvalidRequest unless an adapter may be called `name` beside the base model `base_model`."""
     if name == base_model:
-        raise InvalidRequest(
-            f"An adapter may not be called {name!r}: that is the base model's name.", param="name"
-        )
+        raise InvalidRequest(f"An adapter may not be called {name!r}: that is the base model's name.", param="name")
     if name.startswith("adp_"):
         raise InvalidRequest("An adapter name may not begin with 'adp_': ids do.", param="name")
     if "@" in name:
-        raise InvalidRequest(
-            "An adapter name may not contain '@': it separates name and version.", param="name"
-        )
+        raise InvalidRequest("An adapter name may not contain '@': it separates name and version.", param="name")
     return _check_name(name, "An adapter name")
 
 
@@ -90,9 +86,7 @@ def check_weight(weight: float) -> float:
 
 def _check_name(name: str, what: str) -> str:
     if len(name) > MAX_NAME_CHARS:
-        raise InvalidRequest(
-            f"{what} has at most {MAX_NAME_CHARS} characters; this one has {len(name)}.", param="name"
-        )
+        raise InvalidRequest(f"{what} has at most {MAX_NAME_CHARS} characters; this one has {len(name)}.", param="name")
     if _NAME.fullmatch(name) is None:
         raise InvalidRequest(
             f"{what} begins with a letter or digit and goes on with those, '.', '_' or '-'; got {name!r}.",

@@ -46,9 +46,7 @@ class TenantService:
             async with self._database.transaction() as session:
                 session.add(row)
         except IntegrityError as error:
-            raise Conflict(
-                f"A tenant named {name!r} exists already; choose another name.", param="name"
-            ) from error
+            raise Conflict(f"A tenant named {name!r} exists already; choose another name.", param="name") from error
         return _record(row)
 
     async def get(self, tenant: str) -> Tenant:
@@ -96,14 +94,10 @@ class TenantService:
     async def _refuse_if_used(self, session: AsyncSession, row: TenantRow) -> None:
         expired = ApiKeyRow.expires_at.is_not(None) & (ApiKeyRow.expires_at <= self._clock())
         keys = await session.scalar(
-            select(func.count()).where(
-                ApiKeyRow.tenant_id == row.id, ApiKeyRow.revoked_at.is_(None), ~expired
-            )
+            select(func.count()).where(ApiKeyRow.tenant_id == row.id, ApiKeyRow.revoked_at.is_(None), ~expired)
         )
         adapters = await session.scalar(
-            select(func.count()).where(
-                AdapterRow.tenant_id == row.id, AdapterRow.status == AdapterStatus.READY.value
-            )
+            select(func.count()).where(AdapterRow.tenant_id == row.id, AdapterRow.status == AdapterStatus.READY.value)
         )
         if keys or adapters:
             raise Conflict(
@@ -129,9 +123,7 @@ def _check_status(status: TenantStatus | str) -> TenantStatus:
         return TenantStatus(status)
     except ValueError:
         known = ", ".join(TenantStatus)
-        raise InvalidRequest(
-            f"A tenant's status is one of {known}; got {status!r}.", param="status"
-        ) from None
+        raise InvalidRequest(f"A tenant's status is one of {known}; got {status!r}.", param="status") from None
 
 
 def _record(row: TenantRow) -> Tenant:
