@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from reprlib import repr as short_repr
 from typing import NoReturn, TypeGuard
 
 from lamina.errors import InvalidRequest
@@ -38,11 +38,7 @@ def _lengths(params: SamplingParams) -> None:
     _integer("max_tokens", params.max_tokens, 1, None)
     _integer("min_tokens", params.min_tokens, 0, None)
     if params.min_tokens > params.max_tokens:
-        _refuse(
-            "min_tokens",
-            f"must not exceed max_tokens ({params.max_tokens})",
-            params.min_tokens,
-        )
+        _refuse("min_tokens", f"must not exceed max_tokens ({params.max_tokens})", params.min_tokens)
 
 
 def _filters(params: SamplingParams) -> None:
@@ -71,14 +67,10 @@ def _biases(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _stops(params: SamplingParams, vocab_size: int) -> None:
-    if any(not isinstance(stop, str) or not stop for stop in params.stop):
-        raise InvalidRequest("stop must hold strings of at least 1 character.", param="stop")
+    if isinstance(params.stop, str) or any(not isinstance(stop, str) or not stop for stop in params.stop):
+        raise InvalidRequest("stop must be a list of strings of at least 1 character.", param="stop")
     if len(params.stop_token_ids) > MAX_STOP_TOKENS:
-        _refuse(
-            "stop_token_ids",
-            f"must have at most {MAX_STOP_TOKENS} entries",
-            len(params.stop_token_ids),
-        )
+        _refuse("stop_token_ids", f"must have at most {MAX_STOP_TOKENS} entries", len(params.stop_token_ids))
     _tokens("stop_token_ids", params.stop_token_ids, vocab_size)
 
 
@@ -94,7 +86,7 @@ def _integer(name: str, value: object, low: int, high: int | None, *, what: str 
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
-    if not _is_number(value) or not math.isfinite(value) or not low <= value <= high:
+    if not _is_number(value) or not low <= value <= high:  # NaN compares false
         _refuse(name, f"must be a number from {low:g} to {high:g}", value)
 
 
@@ -107,4 +99,4 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _refuse(name: str, rule: str, value: object) -> NoReturn:
-    raise InvalidRequest(f"{name} {rule}, but is {value!r}.", param=name)
+    raise InvalidRequest(f"{name} {rule}, but is {short_repr(value)}.", param=name)
