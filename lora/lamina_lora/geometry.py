@@ -23,9 +23,7 @@ TARGETS: tuple[str, ...] = tuple(target for slices in SITES.values() for target 
 
 SITE_OF: Mapping[str, str] = MappingProxyType({t: site for site, slices in SITES.items() for t in slices})
 
-_BLOCK: Mapping[str, str] = MappingProxyType(
-    {t: "self_attn" if SITE_OF[t] in ("qkv", "o") else "mlp" for t in TARGETS}
-)
+_BLOCK: Mapping[str, str] = MappingProxyType({t: "self_attn" if SITE_OF[t] in ("qkv", "o") else "mlp" for t in TARGETS})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +63,13 @@ class BaseGeometry:
         slices = SITES[SITE_OF[target]]
         return sum(self.targets[t][1] for t in slices[: slices.index(target)])
 
+    def modules(self) -> Iterator[tuple[int, str]]:
+        """(layer, target) of every projection, in the model's order."""
+        return ((layer, target) for layer in range(self.num_layers) for target in TARGETS)
+
     def module_names(self) -> Iterator[str]:
-        """Every targetable module as the base model names it, e.g. `model.layers.0.self_attn.q_proj`."""
-        for layer in range(self.num_layers):
-            for target in TARGETS:
-                yield self.module_name(layer, target)
+        """Every projection as the base model names it, e.g. `model.layers.0.self_attn.q_proj`."""
+        return (self.module_name(layer, target) for layer, target in self.modules())
 
     @staticmethod
     def module_name(layer: int, target: str) -> str:
