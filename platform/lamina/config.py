@@ -71,4 +71,5 @@ class GatewayConfig:
     default_max_tokens: int = 1024  # when the client sets none; clipped to what the context leaves
     max_choices: int = 16
     max_stop_strings: int = 16
+    max_prompts: int = 128  # in one call of /v1/completions
     first_event_timeout_s: float = 600.0  # queueing included, then 503

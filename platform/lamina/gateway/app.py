@@ -1,0 +1,53 @@
+"""Puts the gateway together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import lamina
+from lamina.errors import LaminaError
+from lamina.gateway import staging
+from lamina.gateway.deps import GatewayDeps
+from lamina.gateway.errors import respond
+from lamina.gateway.middleware import Door
+from lamina.gateway.routes import adapters, chat, completions, files, models, ops, tokenize
+
+__all__ = ["create_app"]
+
+
+def create_app(deps: GatewayDeps) -> FastAPI:
+    """The ASGI application. It owns none of `deps`: who made them closes them."""
+    app = FastAPI(
+        title="Lamina",
+        version=lamina.__version__,
+        description="OpenAI-compatible API for one base model and each tenant's own adapters.",
+        docs_url=None,  # it would load scripts from a foreign host; see /openapi.json
+        redoc_url=None,
+        lifespan=_lifespan,
+        redirect_slashes=False,
+    )
+    app.state.deps = deps
+    for kind in (LaminaError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, _on_error)
+    app.add_middleware(Door, deps=deps)
+    for module in (chat, completions, models, adapters, files, tokenize, ops):
+        app.include_router(module.router)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    deps: GatewayDeps = app.state.deps
+    await asyncio.to_thread(staging.sweep, deps.uploads)
+    yield
+
+
+async def _on_error(request: Request, exc: Exception) -> Response:
+    return respond(exc, request)

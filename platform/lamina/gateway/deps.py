@@ -1,0 +1,72 @@
+"""What the gateway stands on. All of it is passed in: twins by tests, the real things by wiring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Protocol
+
+from fastapi import Depends, Request
+
+from lamina.config import GatewayConfig
+from lamina.engine.protocol import EngineClient
+from lamina.gateway.codec import TextCodec
+from lamina.gateway.metrics import GatewayMetrics
+from lamina.tenancy.principal import Principal
+from lamina.tenancy.records import AdapterRecord, DeletedAdapters, Page
+
+__all__ = ["Adapters", "Deps", "GatewayDeps", "Keys"]
+
+
+class Keys(Protocol):
+    """What the gateway needs of `lamina.tenancy.keys`."""
+
+    async def authenticate(self, raw: str) -> Principal:
+        """Raises Unauthenticated."""
+        ...
+
+
+class Adapters(Protocol):
+    """What the gateway needs of `lamina.tenancy.adapters`. A foreign adapter is like a missing one."""
+
+    async def resolve(self, tenant_id: str, model_name: str) -> AdapterRecord:
+        """Raises ModelNotFound."""
+        ...
+
+    async def intake(self, tenant_id: str, *, name: str, folder: Path) -> AdapterRecord:
+        """Validates and publishes the PEFT folder. Raises InvalidAdapter, InvalidRequest, Conflict."""
+        ...
+
+    async def list(self, tenant_id: str, *, after: str | None = None, limit: int = 20) -> Page[AdapterRecord]: ...
+
+    async def get(self, tenant_id: str, name_or_id: str) -> AdapterRecord:
+        """Raises NotFound."""
+        ...
+
+    async def delete(self, tenant_id: str, name_or_id: str) -> DeletedAdapters:
+        """Raises NotFound."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayDeps:
+    """Everything a gateway works with; constant while it runs."""
+
+    engine: EngineClient
+    tokenizer: TextCodec
+    keys: Keys
+    adapters: Adapters
+    config: GatewayConfig
+    base_model: str  # its public name
+    uploads: Path  # staging for adapter uploads; created if missing, on the adapter store's file system
+    created: int  # Unix seconds; /v1/models reports it for the base model
+    metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+
+
+async def _deps(request: Request) -> GatewayDeps:
+    # async, or FastAPI would run it in a worker thread
+    deps: GatewayDeps = request.app.state.deps
+    return deps
+
+
+Deps = Annotated[GatewayDeps, Depends(_deps)]

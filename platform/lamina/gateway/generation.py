@@ -1,0 +1,148 @@
+"""One call for text: who asks which model for what, the stream of its deltas, and its usage."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from lamina.errors import EngineOverloaded
+from lamina.gateway.completion import ChoiceDelta, stream_choices
+from lamina.gateway.deps import GatewayDeps
+from lamina.gateway.merge import merge
+from lamina.gateway.schemas.common import PromptTokensDetails, Usage
+from lamina.tenancy.principal import Principal
+from lamina.types import GenerationRequest, SamplingParams
+
+__all__ = ["Generation", "Job", "Target", "resolve_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model name that this tenant may use. `digest` is None for the base model."""
+
+    name: str
+    digest: str | None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.digest is None else {"x-lamina-adapter-digest": self.digest}
+
+
+async def resolve_model(deps: GatewayDeps, principal: Principal, name: str) -> Target:
+    """Raises ModelNotFound, for another tenant's adapter too."""
+    if name == deps.base_model:
+        return Target(name, None)
+    record = await deps.adapters.resolve(principal.tenant_id, name)
+    return Target(name, record.digest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The engine requests of one call, one per prompt. Choice i of prompt p is choice p * n + i here."""
+
+    id: str
+    created: int  # Unix seconds
+    target: Target
+    fingerprint: str
+    requests: tuple[GenerationRequest, ...]
+
+    @property
+    def n(self) -> int:
+        return self.requests[0].sampling.n
+
+    @property
+    def num_choices(self) -> int:
+        return self.n * len(self.requests)
+
+    @classmethod
+    def build(
+        cls,
+        deps: GatewayDeps,
+        principal: Principal,
+        target: Target,
+        prefix: str,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]],
+    ) -> Job:
+        """`prefix` begins the id ("chatcmpl"); `prompts` are token ids and how to sample after them."""
+        job_id = f"{prefix}-{uuid.uuid4().hex}"
+        requests = tuple(
+            GenerationRequest(
+                request_id=f"{job_id}-{number}",
+                prompt_token_ids=tuple(token_ids),
+                sampling=sampling,
+                tenant=principal.tenant_id,
+                namespace=principal.namespace,
+                adapter=target.digest,
+                weight=principal.weight,
+            )
+            for number, (token_ids, sampling) in enumerate(prompts)
+        )
+        return cls(
+            id=job_id,
+            created=int(time.time()),
+            target=target,
+            fingerprint=f"fp_{deps.engine.info.model_digest[:16]}",
+            requests=requests,
+        )
+
+
+class Generation:
+    """A job under way. `start()` it before the first byte is sent, read `deltas()`, close it in any case."""
+
+    def __init__(self, deps: GatewayDeps, job: Job, arrived: float) -> None:
+        self.job = job
+        self._timeout_s = deps.config.first_event_timeout_s
+        streams = [_renumbered(deps, job, position) for position in range(len(job.requests))]
+        self._deltas = deps.metrics.timed(merge(streams), arrived)
+        self._first: ChoiceDelta | None = None
+        self._completion_tokens = 0
+        self._cached = [0] * len(job.requests)
+
+    async def start(self) -> None:
+        """Waits for the first delta. Raises the engine's refusal, or EngineOverloaded after the timeout."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                self._first = await anext(self._deltas)
+        except TimeoutError as exc:
+            raise EngineOverloaded(
+                f"The engine produced no token within {self._timeout_s:g} s. Retry later.", retry_after_s=5.0
+            ) from exc
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """All deltas, the first one included; counts usage on the way."""
+        assert self._first is not None
+        async with aclosing(self._deltas):
+            yield self._counted(self._first)
+            async for delta in self._deltas:
+                yield self._counted(delta)
+
+    async def aclose(self) -> None:
+        """Cancels what still runs. Does nothing if the job has ended."""
+        await self._deltas.aclose()
+
+    def usage(self) -> Usage:
+        """What has been read so far. A prompt counts once, however many choices share it."""
+        prompt = sum(len(request.prompt_token_ids) for request in self.job.requests)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=self._completion_tokens,
+            total_tokens=prompt + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
+        )
+
+    def _counted(self, delta: ChoiceDelta) -> ChoiceDelta:
+        prompt = delta.index // self.job.n
+        self._completion_tokens += len(delta.token_ids)
+        self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
+        return delta
+
+
+async def _renumbered(deps: GatewayDeps, job: Job, position: int) -> AsyncGenerator[ChoiceDelta, None]:
+    deltas = stream_choices(deps.engine, deps.tokenizer, job.requests[position])
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield replace(delta, index=position * job.n + delta.index) if position else delta

@@ -1,0 +1,157 @@
+"""In-memory twins of what the gateway stands on, for tests and experiments without database or model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import InvalidAdapter, InvalidRequest, ModelNotFound, Unauthenticated
+from lamina.tenancy.names import check_adapter_name, parse_reference
+from lamina.tenancy.principal import ALL_SCOPES, Principal
+from lamina.tenancy.records import AdapterRecord, AdapterStatus, DeletedAdapters, Page
+
+__all__ = ["ByteCodec", "InMemoryAdapters", "InMemoryKeys"]
+
+
+class ByteCodec:
+    """One token per byte of UTF-8; token 256 ends the sequence. Chats read "<role>text\\n"."""
+
+    vocab_size = 257
+    eos_id = 256
+    eos_ids = frozenset({256})
+    special_ids = frozenset({256})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        kept = b"".join(self.token_bytes(token) for token in token_ids if token < 256 or not skip_special_tokens)
+        return kept.decode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        if messages[0]["role"] == "assistant":
+            raise InvalidRequest("A conversation must not begin with the assistant.", param="messages")
+        text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
+        if continue_final_message:
+            return text[:-1]
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<eos>"
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class InMemoryKeys:
+    """Knows the keys that it issued."""
+
+    def __init__(self) -> None:
+        self._principals: dict[str, Principal] = {}
+
+    def issue(self, tenant: str, *, scopes: frozenset[str] = ALL_SCOPES, weight: float = 1.0) -> str:
+        """A new key of `tenant`, in the clear."""
+        raw = f"lamina_test_{len(self._principals)}_{tenant}"
+        self._principals[raw] = Principal(
+            tenant_id=f"ten_{tenant}",
+            tenant_name=tenant,
+            key_id=f"key_{len(self._principals)}",
+            scopes=scopes,
+            weight=weight,
+            namespace=hashlib.sha256(tenant.encode()).hexdigest(),
+        )
+        return raw
+
+    async def authenticate(self, raw: str) -> Principal:
+        if raw not in self._principals:
+            raise Unauthenticated
+        return self._principals[raw]
+
+
+class InMemoryAdapters:
+    """Takes any folder with a JSON config and safetensors-named weights; the digest is a hash of both."""
+
+    def __init__(self, *, base_model: str) -> None:
+        self._base_model = base_model
+        self._records: list[AdapterRecord] = []
+
+    async def intake(self, tenant_id: str, *, name: str, folder: Path) -> AdapterRecord:
+        check_adapter_name(name, base_model=self._base_model)
+        config = (folder / "adapter_config.json").read_bytes()
+        weights = (folder / "adapter_model.safetensors").read_bytes()
+        try:
+            rank = json.loads(config)["r"]
+        except (ValueError, KeyError, TypeError) as exc:
+            raise InvalidAdapter(["adapter_config.json is no JSON object with a rank r"]) from exc
+        versions = [each.version for each in self._records if (each.tenant_id, each.name) == (tenant_id, name)]
+        record = AdapterRecord(
+            id=f"adp_{len(self._records):08d}",
+            tenant_id=tenant_id,
+            name=name,
+            version=max(versions, default=0) + 1,
+            digest=hashlib.sha256(config + weights).hexdigest(),
+            base_model=self._base_model,
+            rank=rank,
+            size_bytes=len(weights),
+            status=AdapterStatus.READY,
+            created_at=datetime(2026, 1, 1, tzinfo=UTC),
+            created=True,
+        )
+        self._records.append(record)
+        return record
+
+    async def resolve(self, tenant_id: str, model_name: str) -> AdapterRecord:
+        found = self._named(tenant_id, model_name)
+        if not found:
+            raise ModelNotFound(model_name)
+        return found[-1]
+
+    async def get(self, tenant_id: str, name_or_id: str) -> AdapterRecord:
+        for record in self._mine(tenant_id):
+            if record.id == name_or_id:
+                return record
+        return await self.resolve(tenant_id, name_or_id)
+
+    async def list(self, tenant_id: str, *, after: str | None = None, limit: int = 20) -> Page[AdapterRecord]:
+        newest = self._mine(tenant_id)[::-1]
+        ids = [record.id for record in newest]
+        if after is not None and after not in ids:
+            raise InvalidRequest(f"after={after!r} is not the id of one of your adapters.", param="after")
+        rest = newest[ids.index(after) + 1 if after else 0 :]
+        data = tuple(rest[:limit])
+        return Page(
+            data=data,
+            has_more=len(rest) > limit,
+            first_id=data[0].id if data else None,
+            last_id=data[-1].id if data else None,
+        )
+
+    async def delete(self, tenant_id: str, name_or_id: str) -> DeletedAdapters:
+        gone = tuple(self._named(tenant_id, name_or_id)) or (await self.get(tenant_id, name_or_id),)
+        self._records = [record for record in self._records if record not in gone]
+        left = {record.digest for record in self._records}
+        unused = tuple(sorted({record.digest for record in gone} - left))
+        return DeletedAdapters(retired=gone, removed_digests=unused)
+
+    def _mine(self, tenant_id: str) -> list[AdapterRecord]:
+        return [record for record in self._records if record.tenant_id == tenant_id]
+
+    def _named(self, tenant_id: str, model_name: str) -> list[AdapterRecord]:
+        reference = parse_reference(model_name)
+        if reference is None:
+            return []
+        return [
+            record
+            for record in self._mine(tenant_id)
+            if record.name == reference.name and reference.version in (None, record.version)
+        ]
