@@ -1,37 +1,29 @@
-"""Tenants' adapters: taken in, resolved, listed and retired.
-
-Files live in a content-addressed store that tenants share, ownership lives in rows. Files come before the row
-and go after it, so that a ready row always has its files; a crash in between leaves a folder without a row,
-which `reconcile` removes. Removing a digest's files and entering a row for it hold the lock of that digest.
-"""
+"""Taking adapters in: validate, publish the files, enter the row, or leave nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, Select, false, func, select, tuple_
+from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from lamina.errors import InvalidRequest, LaminaError, LimitExceeded, ModelNotFound
+from lamina.errors import LaminaError, LimitExceeded
+from lamina.tenancy.catalog import MAX_PAGE, AdapterCatalog, ready_rows, record_of
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
 from lamina.tenancy.ids import new_id
 from lamina.tenancy.intake import AdapterIntake, ValidatedAdapter
 from lamina.tenancy.models import AdapterRow
-from lamina.tenancy.names import check_adapter_name, is_plausible, parse_reference
-from lamina.tenancy.records import AdapterRecord, AdapterStatus, DeletedAdapters, Page, Reconciliation
+from lamina.tenancy.names import check_adapter_name
+from lamina.tenancy.records import AdapterRecord, AdapterStatus
 from lamina.tenancy.tenants import lock_tenant
 
 __all__ = ["MAX_PAGE", "AdapterService"]
 
-MAX_PAGE = 1000
-_READY = AdapterStatus.READY.value
 
-
-class AdapterService:
-    """Adapters over one base model. Another tenant's adapter is as unknown as one that does not exist."""
+class AdapterService(AdapterCatalog):
+    """The catalogue of one base model's adapters, plus what it takes to add to it."""
 
     def __init__(
         self,
@@ -42,9 +34,8 @@ class AdapterService:
         max_adapters_per_tenant: int = 1000,
         clock: Clock = utcnow,
     ) -> None:
-        self._database = database
+        super().__init__(database=database, files=intake, base_model=base_model)
         self._intake = intake
-        self._base_model = base_model
         self._limit = max_adapters_per_tenant
         self._clock = clock
 
@@ -59,98 +50,28 @@ class AdapterService:
         await asyncio.to_thread(self._intake.publish, folder, adapter)
         try:
             async with self._database.transaction() as session:
-                await self._lock_digest(session, adapter.digest)
+                await self.lock_digest(session, adapter.digest)
                 await lock_tenant(session, tenant_id)
                 record = await self._enter(session, tenant_id, name, adapter)
                 # A deletion of the last other owner may have removed the files since they were published.
                 if not await asyncio.to_thread(self._intake.contains, adapter.digest):
                     await asyncio.to_thread(self._intake.publish, folder, adapter)
         except LaminaError:
-            await self._remove_unowned([adapter.digest])
+            await self.remove_unowned([adapter.digest])
             raise
         return record
-
-    async def resolve(self, tenant_id: str, model_name: str) -> AdapterRecord:
-        """The tenant's ready adapter that "name", "name@3" or "name@latest" means. Raises ModelNotFound."""
-        on_this_base = AdapterRow.base_model == self._base_model
-        async with self._database.session() as session:
-            row = await _latest(session, tenant_id, model_name, on_this_base)
-        if row is None:
-            raise ModelNotFound(model_name)
-        return _record(row)
-
-    async def get(self, tenant_id: str, name_or_id: str) -> AdapterRecord:
-        """By id (retired ones too) or by reference, whatever the base model. Raises ModelNotFound."""
-        async with self._database.session() as session:
-            row = await _by_id(session, tenant_id, name_or_id) or await _latest(session, tenant_id, name_or_id)
-        if row is None:
-            raise ModelNotFound(name_or_id)
-        return _record(row)
-
-    async def list(
-        self, tenant_id: str, *, after: str | None = None, limit: int = 100, name: str | None = None
-    ) -> Page[AdapterRecord]:
-        """Ready versions, newest first; `after` is the last id of the page before. Raises InvalidRequest."""
-        if not 1 <= limit <= MAX_PAGE:
-            raise InvalidRequest(f"limit must be between 1 and {MAX_PAGE}; got {limit}.", param="limit")
-        position = tuple_(AdapterRow.created_at, AdapterRow.id)
-        query = _ready(tenant_id).order_by(AdapterRow.created_at.desc(), AdapterRow.id.desc()).limit(limit + 1)
-        if name is not None:
-            query = query.where(AdapterRow.name == name) if is_plausible(name) else query.where(false())
-        async with self._database.session() as session:
-            if after is not None:
-                cursor = await _by_id(session, tenant_id, after)
-                if cursor is None:
-                    raise InvalidRequest(f"after={after!r} is not the id of one of your adapters.", param="after")
-                query = query.where(position < tuple_(cursor.created_at, cursor.id))
-            rows = tuple(await session.scalars(query))
-        data = tuple(_record(row) for row in rows[:limit])
-        return Page(
-            data=data,
-            has_more=len(rows) > limit,
-            first_id=data[0].id if data else None,
-            last_id=data[-1].id if data else None,
-        )
-
-    async def delete(self, tenant_id: str, name_or_id: str) -> DeletedAdapters:
-        """Retires one version ("adp_...", "name@3", "name@latest") or all of them ("name").
-
-        `removed_digests` are the ones that no tenant uses any more: their files are gone, and an engine
-        should unload them. Never show that list to a tenant. Raises ModelNotFound.
-        """
-        async with self._database.transaction() as session:
-            await lock_tenant(session, tenant_id)
-            rows = await _to_delete(session, tenant_id, name_or_id)
-            if not rows:
-                raise ModelNotFound(name_or_id)
-            for row in rows:
-                row.status = AdapterStatus.RETIRED.value
-            retired = tuple(_record(row) for row in rows)
-        removed = await self._remove_unowned({record.digest for record in retired})
-        return DeletedAdapters(retired=retired, removed_digests=removed)
-
-    async def reconcile(self) -> Reconciliation:
-        """Removes folders that no ready row owns, and reports ready rows whose files are missing.
-
-        Safe beside running intakes. Call at start, and after a tenant was deleted by force.
-        """
-        stored = await asyncio.to_thread(self._intake.digests)
-        async with self._database.session() as session:
-            owned = set(await session.scalars(select(AdapterRow.digest).where(AdapterRow.status == _READY)))
-        removed = await self._remove_unowned(set(stored) - owned)
-        return Reconciliation(removed_digests=removed, missing=await self._missing())
 
     async def _enter(
         self, session: AsyncSession, tenant_id: str, name: str, adapter: ValidatedAdapter
     ) -> AdapterRecord:
-        same = _ready(tenant_id).where(
+        same = ready_rows(tenant_id).where(
             AdapterRow.name == name,
             AdapterRow.digest == adapter.digest,
             AdapterRow.base_model == self._base_model,
         )
         known = await session.scalar(same.order_by(AdapterRow.version.desc()).limit(1))
         if known is not None:
-            return _record(known)
+            return record_of(known)
         await self._check_quota(session, tenant_id)
         mine = (AdapterRow.tenant_id == tenant_id) & (AdapterRow.name == name)
         newest = await session.scalar(select(func.max(AdapterRow.version)).where(mine))
@@ -163,15 +84,15 @@ class AdapterService:
             base_model=self._base_model,
             rank=adapter.rank,
             size_bytes=adapter.size_bytes,
-            status=_READY,
+            status=AdapterStatus.READY.value,
             created_at=self._clock(),
         )
         session.add(row)
         await session.flush()
-        return _record(row, created=True)
+        return record_of(row, created=True)
 
     async def _check_quota(self, session: AsyncSession, tenant_id: str) -> None:
-        used = await session.scalar(select(func.count()).select_from(_ready(tenant_id).subquery())) or 0
+        used = await session.scalar(select(func.count()).select_from(ready_rows(tenant_id).subquery())) or 0
         if used >= self._limit:
             raise LimitExceeded(
                 f"This tenant has {used} of at most {self._limit} ready adapter versions; delete one first.",
@@ -179,74 +100,3 @@ class AdapterService:
                 need=1,
                 have=max(0, self._limit - used),
             )
-
-    async def _remove_unowned(self, digests: Iterable[str]) -> tuple[str, ...]:
-        removed = []
-        for digest in sorted(digests):
-            async with self._database.transaction() as session:
-                await self._lock_digest(session, digest)
-                owner = select(AdapterRow.id).where(AdapterRow.digest == digest, AdapterRow.status == _READY)
-                if await session.scalar(owner.limit(1)) is None:
-                    await asyncio.to_thread(self._intake.remove, digest)
-                    removed.append(digest)
-        return tuple(removed)
-
-    async def _missing(self) -> tuple[AdapterRecord, ...]:
-        query = select(AdapterRow).where(AdapterRow.status == _READY).order_by(AdapterRow.created_at, AdapterRow.id)
-        async with self._database.session() as session:
-            records = [_record(row) for row in await session.scalars(query)]
-        stored = set(await asyncio.to_thread(self._intake.digests))
-        return tuple(record for record in records if record.digest not in stored)
-
-    async def _lock_digest(self, session: AsyncSession, digest: str) -> None:
-        await self._database.lock(session, f"adapter:{digest}")
-
-
-def _ready(tenant_id: str) -> Select[AdapterRow]:
-    return select(AdapterRow).where(AdapterRow.tenant_id == tenant_id, AdapterRow.status == _READY)
-
-
-async def _by_id(session: AsyncSession, tenant_id: str, adapter_id: str) -> AdapterRow | None:
-    if not is_plausible(adapter_id):
-        return None
-    mine = (AdapterRow.id == adapter_id) & (AdapterRow.tenant_id == tenant_id)
-    row: AdapterRow | None = await session.scalar(select(AdapterRow).where(mine))
-    return row
-
-
-async def _latest(
-    session: AsyncSession, tenant_id: str, model_name: str, *conditions: ColumnElement[bool]
-) -> AdapterRow | None:
-    reference = parse_reference(model_name)
-    if reference is None:
-        return None
-    query = _ready(tenant_id).where(AdapterRow.name == reference.name, *conditions)
-    if reference.version is not None:
-        query = query.where(AdapterRow.version == reference.version)
-    row: AdapterRow | None = await session.scalar(query.order_by(AdapterRow.version.desc()).limit(1))
-    return row
-
-
-async def _to_delete(session: AsyncSession, tenant_id: str, adapter: str) -> list[AdapterRow]:
-    if "@" not in adapter and (reference := parse_reference(adapter)):
-        rows = list(await session.scalars(_ready(tenant_id).where(AdapterRow.name == reference.name)))
-        if rows:
-            return rows
-    one = await _by_id(session, tenant_id, adapter) or await _latest(session, tenant_id, adapter)
-    return [one] if one is not None and one.status == _READY else []
-
-
-def _record(row: AdapterRow, *, created: bool = False) -> AdapterRecord:
-    return AdapterRecord(
-        id=row.id,
-        tenant_id=row.tenant_id,
-        name=row.name,
-        version=row.version,
-        digest=row.digest,
-        base_model=row.base_model,
-        rank=row.rank,
-        size_bytes=row.size_bytes,
-        status=AdapterStatus(row.status),
-        created_at=row.created_at,
-        created=created,
-    )

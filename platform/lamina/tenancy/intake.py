@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["AdapterIntake", "ValidatedAdapter"]
+__all__ = ["AdapterFiles", "AdapterIntake", "ValidatedAdapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +18,22 @@ class ValidatedAdapter:
     size_bytes: int  # of the weights
 
 
-class AdapterIntake(Protocol):
-    """Blocking calls, made from several threads at once."""
+class AdapterFiles(Protocol):
+    """A store of adapter files, one folder per digest. Blocking calls, made from several threads at once."""
+
+    def contains(self, digest: str) -> bool: ...
+
+    def remove(self, digest: str) -> None:
+        """Deletes the files; an unknown digest is no error."""
+        ...
+
+    def digests(self) -> tuple[str, ...]:
+        """Everything that is published."""
+        ...
+
+
+class AdapterIntake(AdapterFiles, Protocol):
+    """The store together with the judge of what may enter it."""
 
     def validate(self, folder: Path) -> ValidatedAdapter:
         """Raises InvalidAdapter with all violations."""
@@ -30,14 +44,4 @@ class AdapterIntake(Protocol):
 
         Raises InvalidAdapter if the folder changed after it was validated.
         """
-        ...
-
-    def contains(self, digest: str) -> bool: ...
-
-    def remove(self, digest: str) -> None:
-        """Deletes the files; an unknown digest is no error."""
-        ...
-
-    def digests(self) -> tuple[str, ...]:
-        """Everything that is published."""
         ...
