@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from lamina.wiring.launch import Launch
@@ -23,11 +23,17 @@ class EngineProcess:
     Start it from the main thread: on Linux the parent-death signal follows the thread that forked.
     """
 
-    def __init__(self, launch: Launch, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        command: Sequence[str] = ENGINE_COMMAND,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: by default this process's own, as it is now."""
         self._child = subprocess.Popen(  # noqa: S603 - a fixed command
             command,
             stdin=subprocess.PIPE,
-            env=_environment(),
+            env=_without_ours(os.environ if environment is None else environment),
             process_group=0,  # Ctrl-C in the terminal is the supervisor's to interpret
         )
         self._exit: asyncio.Future[int] | None = None
@@ -75,6 +81,6 @@ def describe_exit(status: int) -> str:
     return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
-def _environment() -> dict[str, str]:
+def _without_ours(environment: Mapping[str, str]) -> dict[str, str]:
     # The engine gets all it needs in its launch order. Database URLs and the like are none of its business.
-    return {name: value for name, value in os.environ.items() if not name.startswith("LAMINA_")}
+    return {name: value for name, value in environment.items() if not name.startswith("LAMINA_")}

@@ -1,0 +1,51 @@
+"""Tenants, keys and adapters over one database and one base model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from lamina.config import EngineConfig, TenancyConfig
+from lamina.tenancy import migrate
+from lamina.tenancy.adapters import AdapterService
+from lamina.tenancy.database import Database
+from lamina.tenancy.keys import KeyService
+from lamina.tenancy.secret import load_or_create_secret
+from lamina.tenancy.tenants import TenantService
+from lamina.wiring.intake import LoraIntake
+
+__all__ = ["Services", "open_services"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Closed by whoever opened them."""
+
+    tenants: TenantService
+    keys: KeyService
+    adapters: AdapterService
+
+
+@asynccontextmanager
+async def open_services(config: TenancyConfig, engine: EngineConfig) -> AsyncIterator[Services]:
+    """Migrates the database first. Raises ConfigurationInvalid, DatabaseUnavailable, UnsupportedModel."""
+    config.home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    secret = load_or_create_secret(config.secret_file)
+    await migrate.upgrade(config.database_url)
+    database = Database.open(config.database_url)
+    try:
+        keys = KeyService(database=database, secret=secret, environment=config.environment)
+        adapters = AdapterService(
+            database=database,
+            intake=await asyncio.to_thread(LoraIntake.for_model, engine),
+            base_model=engine.name,
+            max_adapters_per_tenant=config.max_adapters_per_tenant,
+        )
+        try:
+            yield Services(tenants=TenantService(database=database), keys=keys, adapters=adapters)
+        finally:
+            await keys.close()
+    finally:
+        await database.close()
