@@ -99,6 +99,7 @@ class AdapterCatalog:
 
         Safe beside running intakes. Call at start, and after a tenant was deleted by force.
         """
+        await asyncio.to_thread(self._files.sweep)
         stored = await asyncio.to_thread(self._files.digests)
         async with self._database.session() as session:
             owned = set(await session.scalars(select(AdapterRow.digest).where(AdapterRow.status == _READY)))

@@ -15,7 +15,7 @@ class ValidatedAdapter:
 
     digest: str  # hex; identity of weights + canonical config
     rank: int  # the largest of any module
-    size_bytes: int  # of the weights
+    size_bytes: int  # of both files
 
 
 class AdapterFiles(Protocol):
@@ -31,6 +31,10 @@ class AdapterFiles(Protocol):
         """Everything that is published."""
         ...
 
+    def sweep(self) -> int:
+        """Deletes what killed publishers left behind long ago, and returns how much that was."""
+        ...
+
 
 class AdapterIntake(AdapterFiles, Protocol):
     """The store together with the judge of what may enter it."""
@@ -40,8 +44,7 @@ class AdapterIntake(AdapterFiles, Protocol):
         ...
 
     def publish(self, folder: Path, adapter: ValidatedAdapter) -> None:
-        """Puts the files in the store, atomically; a known digest is no error. Keeps `folder`.
-
-        Raises InvalidAdapter if the folder changed after it was validated.
+        """Puts the files in the store, atomically; a known digest is no error. Keeps `folder`,
+        which must not have changed since. Raises InvalidAdapter if one of its files is gone.
         """
         ...
