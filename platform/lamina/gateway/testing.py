@@ -128,7 +128,7 @@ class InMemoryAdapters:
         if after is not None and after not in ids:
             raise InvalidRequest(f"after={after!r} is not the id of one of your adapters.", param="after")
         rest = newest[ids.index(after) + 1 if after else 0 :]
-        data = tuple(rest[:limit])
+        data = rest[:limit]
         return Page(
             data=data,
             has_more=len(rest) > limit,
@@ -137,21 +137,21 @@ class InMemoryAdapters:
         )
 
     async def delete(self, tenant_id: str, name_or_id: str) -> DeletedAdapters:
-        gone = tuple(self._named(tenant_id, name_or_id)) or (await self.get(tenant_id, name_or_id),)
+        gone = self._named(tenant_id, name_or_id) or (await self.get(tenant_id, name_or_id),)
         self._records = [record for record in self._records if record not in gone]
         left = {record.digest for record in self._records}
         unused = tuple(sorted({record.digest for record in gone} - left))
         return DeletedAdapters(retired=gone, removed_digests=unused)
 
-    def _mine(self, tenant_id: str) -> list[AdapterRecord]:
-        return [record for record in self._records if record.tenant_id == tenant_id]
+    def _mine(self, tenant_id: str) -> tuple[AdapterRecord, ...]:
+        return tuple(record for record in self._records if record.tenant_id == tenant_id)
 
-    def _named(self, tenant_id: str, model_name: str) -> list[AdapterRecord]:
+    def _named(self, tenant_id: str, model_name: str) -> tuple[AdapterRecord, ...]:
         reference = parse_reference(model_name)
         if reference is None:
-            return []
-        return [
+            return ()
+        return tuple(
             record
             for record in self._mine(tenant_id)
             if record.name == reference.name and reference.version in (None, record.version)
-        ]
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
@@ -47,7 +48,7 @@ async def test_files_land_under_names_of_our_own(tmp_path: Path) -> None:
     """The client's file name is never a path."""
     kind, body = form({"file": ("../../evil", b"x")}, {})
     got = await received(kind, [body], tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["part-1"]
+    assert os.listdir(tmp_path) == ["part-1"]
     assert got.files["file"].filename == "../../evil"
 
 

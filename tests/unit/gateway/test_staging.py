@@ -23,11 +23,8 @@ def test_a_folder_is_removed_with_its_content(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_removed_after_a_failure(tmp_path: Path) -> None:
-    def fail() -> None:
-        with staged(tmp_path):
-            raise RuntimeError("upload failed")
-
-    pytest.raises(RuntimeError, fail)
+    with pytest.raises(RuntimeError), staged(tmp_path):
+        raise RuntimeError("upload failed")
     assert list(tmp_path.iterdir()) == []
 
 
