@@ -5,6 +5,7 @@ The offline library is `lamina.LLM`; the server is `lamina serve`. Both run the 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lamina.types import SamplingParams
@@ -17,9 +18,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that `import lamina.types` in the gateway does not load torch.
+    # Lazy and by name, so that `import lamina.types` in the gateway does not load torch, now or by accident.
     if name == "LLM":
-        from lamina.wiring.llm import LLM
-
-        return LLM
+        return import_module("lamina.wiring.llm").LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import psutil
 import torch
-from lamina_lora.slots import AdapterSlots
 from lamina_lora.store import AdapterStore
 from lamina_lora.weights import load_adapter
 
@@ -95,9 +94,10 @@ def assemble(
         device=device,
     )
     store, geometry = AdapterStore(config.adapters), shape.geometry()
-    slots = AdapterSlots(config.adapter_bytes, geometry)
     loads = AdapterLoads(
-        slots, store, lambda digest: load_adapter(store.path(digest), geometry, dtype=dtype, device=device)
+        store,
+        lambda digest: load_adapter(store.path(digest), geometry, dtype=dtype, device=device),
+        capacity_bytes=config.adapter_bytes,
     )
     scheduler = Scheduler(
         KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching),
@@ -114,7 +114,7 @@ def assemble(
         ),
         scheduler=scheduler,
         batcher=Batcher(pool, device),
-        runner=EagerRunner(model, pool, slots),
+        runner=EagerRunner(model, pool, loads.slots),
         sampler=Sampler(),
         adapters=loads,
     )

@@ -21,7 +21,6 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from lamina.wiring.core import build_core
 from lamina.wiring.settings import default_cache
-from lamina_lora.digest import adapter_digest
 
 __all__ = ["LLM", "ChoiceOutput", "RequestOutput"]
 
@@ -84,10 +83,9 @@ class LLM:
 
         geometry = ModelConfig.from_folder(self._folder).geometry()
         manifest = validate_adapter(Path(folder), geometry, max_rank=self._max_rank)
-        digest = adapter_digest(Path(folder), manifest)
-        self._store.publish(Path(folder), digest)
-        self._adapters[name] = digest
-        return digest
+        self._store.publish(Path(folder), manifest.digest)
+        self._adapters[name] = manifest.digest
+        return manifest.digest
 
     def generate(
         self,

@@ -1,0 +1,78 @@
+"""Adapter weights into slots without blocking a step: files are read in a background thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from lamina.errors import EngineInternal, NotFound
+from lamina_lora.errors import LoraError, OutOfAdapterMemory
+from lamina_lora.slots import AdapterSlots
+from lamina_lora.store import AdapterStore
+from lamina_lora.weights import AdapterWeights
+
+__all__ = ["AdapterLoads"]
+
+
+class AdapterLoads:
+    """`AdapterGate` of the scheduler. The slots belong to the step loop; only `load` runs elsewhere."""
+
+    def __init__(self, store: AdapterStore, load: Callable[[str], AdapterWeights], *, capacity_bytes: int) -> None:
+        """`load(digest)` reads and prepares weights; it may take seconds and must not touch the slots."""
+        self._store = store
+        self._load = load
+        self._pending: dict[str, Future[AdapterWeights]] = {}
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
+        self.slots = AdapterSlots(capacity_bytes, self._arrived)
+
+    def check(self, digest: str) -> None:
+        """Raises NotFound unless the adapter is in the store or loaded."""
+        if digest not in self.slots.loaded() and not self._store.contains(digest):
+            raise NotFound(f"No adapter with the digest {digest!r} is in the store; upload it again.", param="model")
+
+    def try_acquire(self, digest: str) -> int | None:
+        """The adapter's slot, held once more; None while it loads, or while no memory can be freed for it.
+
+        Raises EngineInternal if it cannot be loaded or is larger than all adapter memory.
+        """
+        if digest not in self.slots.loaded():
+            if digest not in self._pending:
+                self._pending[digest] = self._threads.submit(self._load, digest)
+            if not self._pending[digest].done():
+                return None
+        try:
+            slot = self.slots.acquire(digest)
+        except OutOfAdapterMemory as error:
+            if error.need > error.limit:
+                self._pending.pop(digest, None)
+                raise EngineInternal(str(error)) from error
+            return None  # running requests hold the memory; the loaded weights wait in `_pending`
+        except (LoraError, OSError, ValueError, RuntimeError) as error:
+            self._pending.pop(digest, None)
+            raise EngineInternal(f"The adapter {digest[:12]} could not be loaded: {error}") from error
+        self._pending.pop(digest, None)
+        return slot
+
+    def _arrived(self, digest: str) -> AdapterWeights:
+        return self._pending[digest].result()
+
+    def release(self, digest: str) -> None:
+        self.slots.release(digest)
+
+    def unload(self, digest: str) -> None:
+        """Forgets the adapter now, or as soon as nothing runs with it."""
+        self._pending.pop(digest, None)
+        self.slots.unload(digest)
+
+    def loaded(self) -> list[str]:
+        return list(self.slots.loaded())
+
+    def wait(self, *, seconds: float) -> None:
+        """Until something has loaded, at most `seconds`: for a loop that has nothing else to do."""
+        wait(self._pending.values(), timeout=seconds, return_when="FIRST_COMPLETED")
+
+    def check_integrity(self) -> None:
+        self.slots.check_integrity()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
