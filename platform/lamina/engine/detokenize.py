@@ -96,12 +96,20 @@ class TextStream:
 
     def _spell(self, token_id: int) -> bytes:
         spelled = self._tokenizer.token_bytes(token_id)
-        if self._skip_special_tokens and spelled and not self._tokenizer.decode([token_id]):
+        if not spelled or (self._skip_special_tokens and self._is_special(token_id)):
             return b""
-        if not self._started and spelled:
-            self._started = True
-            # SentencePiece-style decoders drop the space in front of a text, and only there.
-            alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
-            if spelled.startswith(b" ") and not alone.startswith(" "):
-                return spelled[1:]
-        return spelled
+        if self._started:
+            return spelled
+        self._started = True
+        return self._without_first_space(token_id, spelled)
+
+    def _is_special(self, token_id: int) -> bool:
+        if self._tokenizer.decode([token_id], skip_special_tokens=True):
+            return False
+        return self._tokenizer.decode([token_id], skip_special_tokens=False) != ""
+
+    def _without_first_space(self, token_id: int, spelled: bytes) -> bytes:
+        """SentencePiece-style decoders drop the space in front of a text, and only there."""
+        rest = spelled.removeprefix(b" ")
+        alone = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return rest if alone == rest.decode("utf-8", errors="replace") else spelled

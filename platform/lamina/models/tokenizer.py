@@ -37,9 +37,7 @@ class Tokenizer:
         self._literal.encode_special_tokens = True
         self._spelling = spelling_of(json.loads(text).get("decoder"))
         self._spelled: dict[int, bytes] = {}
-        self._templates = {
-            name: ChatTemplate(source, files.special_tokens) for name, source in files.templates.items()
-        }
+        self._templates = {name: ChatTemplate(source, files.special_tokens) for name, source in files.templates.items()}
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.special_ids: frozenset[int] = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
@@ -72,13 +70,14 @@ class Tokenizer:
 
         `add_special_tokens`: with what the model expects around a text (a begin-of-sequence token, for many).
         `parse_special`: control tokens written in `text` become control tokens; else they are plain text.
+        Raises InvalidRequest if `text` is not valid Unicode.
         """
         backend = self._backend if parse_special else self._literal
         try:
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
+        except TypeError:  # the library's word for text that has no UTF-8 form
             raise InvalidRequest(
-                "The text holds half of a UTF-16 surrogate pair; send valid Unicode."
+                "The text holds half of a surrogate pair (U+D800 to U+DFFF); send valid Unicode."
             ) from None
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -23,7 +23,7 @@ TEXTS = [
     "In 2024 there were 1234567 of 3.14159 and 0x1F, 12:30, ½ and ٣٤",
     "def f(x: int) -> str:\n    return f'{x:>10}'  # comment\n",
     "naïve café, Straße, Ελληνικά, русский, עברית, العربية, हिन्दी",
-    "日本語のテキスト、中文，한국어",
+    "日本語のテキスト、中文，한국어",  # noqa: RUF001  # a full-width comma is meant
     "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 and e\u0301 combining",
     "it's we'll I'm they've don't CAN'T",
     "<|im_start|>user\nhi<|im_end|>\n<|endoftext|>",
