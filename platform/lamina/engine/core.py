@@ -30,7 +30,7 @@ from lamina.types import (
     GenerationRequest,
     TokenEvent,
 )
-from lamina_kvtier.identity import BlockId, IdentityChain, Layout, root_id
+from lamina_kvtier.identity import IdentityChain, Layout, root_id
 
 __all__ = ["CoreLimits", "EngineCore"]
 
@@ -74,7 +74,6 @@ class EngineCore:
         self._sampler = sampler
         self._adapters = adapters
         self._requests: dict[str, RequestState] = {}
-        self._roots: dict[tuple[str | None, str], BlockId] = {}
         self._outbox: list[TokenEvent] = []
         self._counts: Counter[str] = Counter()
         self._step_seconds = 0.0
@@ -129,15 +128,13 @@ class EngineCore:
 
     def _choice(self, state: RequestState, index: int) -> Choice:
         request = state.request
-        key = (request.adapter, request.namespace)
-        if key not in self._roots:
-            self._roots[key] = root_id(
-                model_digest=self.info.model_digest,
-                layout=self._layout,
-                adapter=request.adapter,
-                namespace=request.namespace,
-            )
-        chain = IdentityChain(self._roots[key], self.info.block_size)
+        root = root_id(
+            model_digest=self.info.model_digest,
+            layout=self._layout,
+            adapter=request.adapter,
+            namespace=request.namespace,
+        )
+        chain = IdentityChain(root, self.info.block_size)
         chain.extend(request.prompt_token_ids)
         sampling = SamplingState(
             state.params,
@@ -274,6 +271,7 @@ class EngineCore:
         if not state.choices:
             self._requests.pop(state.request.request_id, None)
             self._counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
+            self.scheduler.queue.forget_idle({other.request.tenant for other in self.scheduler.running})
 
     def _end_unborn(self, choice: Choice, failure: EngineFailure | None) -> None:
         """The client waits for n endings: report those of siblings that will never exist."""
