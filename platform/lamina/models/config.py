@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -226,8 +227,8 @@ def _attn_scale(fields: Fields, family: Family) -> float:
     if family.query_scalar is None:
         hidden = fields.integer("hidden_size", high=MAX_HIDDEN)
         heads = fields.integer("num_attention_heads", high=MAX_HEADS)
-        return _head_dim(fields, family, hidden, heads) ** -0.5
-    return fields.number("query_pre_attn_scalar", low=1e-6, high=1e6, default=family.query_scalar) ** -0.5
+        return 1.0 / math.sqrt(_head_dim(fields, family, hidden, heads))
+    return 1.0 / math.sqrt(fields.number("query_pre_attn_scalar", low=1e-6, high=1e6, default=family.query_scalar))
 
 
 def _softcap(fields: Fields, name: str, allowed: bool, default: float | None) -> float | None:
