@@ -33,12 +33,13 @@ from lamina.wiring.launch import Launch
 from lamina.wiring.process import EngineProcess
 from lamina.wiring.supervisor import Backoff, EngineSupervisor
 
-NORMAL, REFUSE, BUG, FATAL, SLOW_STEP, CORRUPT = range(6)
+NORMAL = 0
+REFUSE, BUG, FATAL, SLOW_STEP, CORRUPT = range(60_000, 60_005)  # beyond any vocabulary
 
 INFO = EngineInfo(
     model="fake",
     model_digest="0" * 64,
-    max_context=4096,
+    max_context=1_000_000,
     vocab_size=50_000,
     block_size=16,
     num_blocks=100,
@@ -59,7 +60,7 @@ class _Choice:
 
 @dataclass
 class FakeCore:
-    """Makes one token per open choice and step: 1000 * choice + position."""
+    """Makes one token per open choice and step: 1000 * choice + position modulo 1000."""
 
     info: EngineInfo = INFO
     choices: list[_Choice] = field(default_factory=list)
@@ -118,7 +119,7 @@ class FakeCore:
                 time.sleep(request.prompt_token_ids[1] / 1000)
             case kind if kind == CORRUPT:
                 self.corrupt = True
-        token = 1000 * choice.index + choice.made
+        token = 1000 * choice.index + choice.made % 1000
         choice.made += 1
         self._event(choice, (token,), None)
         if choice.made == request.sampling.max_tokens:
@@ -140,9 +141,7 @@ class FakeCore:
         )
 
 
-def request(
-    name: str, *, kind: int = NORMAL, tokens: int = 3, n: int = 1, detail: int = 0
-) -> GenerationRequest:
+def request(name: str, *, kind: int = NORMAL, tokens: int = 3, n: int = 1, detail: int = 0) -> GenerationRequest:
     return GenerationRequest(
         request_id=name,
         prompt_token_ids=(kind, detail),

@@ -171,7 +171,7 @@ class ZmqEngineClient:
             self._retry_after_s = retry_after_s
         if self._identity is None:
             return
-        _log.warning("lost the engine core: %s; %d requests end", why, len(self._streams))
+        _log.info("the engine core is gone (%s); %d requests end", why, len(self._streams))
         self._identity = self._info = None
         self._why_lost = why
         self._is_ready.clear()

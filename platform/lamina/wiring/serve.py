@@ -27,7 +27,7 @@ from lamina.engine.client import ZmqEngineClient
 from lamina.errors import EngineUnavailable
 from lamina.wiring.launch import Launch
 from lamina.wiring.listener import base_url, listen
-from lamina.wiring.process import EngineProcess
+from lamina.wiring.process import ENGINE_COMMAND, EngineProcess
 from lamina.wiring.runtime import runtime_directory
 from lamina.wiring.settings import Settings
 from lamina.wiring.supervisor import EngineSupervisor
@@ -45,7 +45,14 @@ EXIT_FORCED = 130
 _FEW_THREADS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-def serve(settings: Settings, *, demo: bool, find_model: Callable[[], Path], say: Callable[[str], None]) -> None:
+def serve(
+    settings: Settings,
+    *,
+    demo: bool,
+    find_model: Callable[[], Path],
+    say: Callable[[str], None],
+    engine_command: Sequence[str] = ENGINE_COMMAND,
+) -> None:
     """Blocks until SIGINT or SIGTERM, then stops everything; a second signal stops it at once.
 
     `find_model` returns the local folder of the model and may take long; `say` shows a text to the user.
@@ -57,7 +64,7 @@ def serve(settings: Settings, *, demo: bool, find_model: Callable[[], Path], say
         engine = settings.engine(find_model())
         with runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")
-            spawn = partial(_spawn, client.address, engine, settings.log_level, dict(os.environ))
+            spawn = partial(_spawn, engine_command, dict(os.environ), client.address, engine, settings.log_level)
             supervisor = EngineSupervisor(client, spawn)
             house = _House(
                 settings=settings,
@@ -128,6 +135,7 @@ class _House:
 
         tenancy = self.settings.tenancy()
         async with open_services(tenancy, self.engine) as services:
+            await services.adapters.reconcile()  # a crash may have left files that no row owns
             access = await seed_demo(services, home=tenancy.home, adapters=demo_adapters()) if self.demo else []
             app = await build_gateway(
                 self.client, services, gateway=self.settings.gateway(), tenancy=tenancy, engine=self.engine
@@ -167,10 +175,15 @@ class _House:
 
 
 def _spawn(
-    address: str, engine: EngineConfig, log_level: str, environment: Mapping[str, str], identity: bytes
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    address: str,
+    engine: EngineConfig,
+    log_level: str,
+    identity: bytes,
 ) -> EngineProcess:
     launch = Launch(address=address, identity=identity, parent=os.getpid(), config=engine, log_level=log_level)
-    return EngineProcess(launch, environment=environment)
+    return EngineProcess(launch, command, environment)
 
 
 async def _first_of(*tasks: asyncio.Task[Any]) -> None:

@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from lamina.config import EngineConfig, TenancyConfig
+from lamina.models.config import ModelConfig
 from lamina.tenancy import migrate
 from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
+from lamina.tenancy.lora_intake import LoraIntake
 from lamina.tenancy.secret import load_or_create_secret
 from lamina.tenancy.tenants import TenantService
-from lamina.wiring.intake import LoraIntake
+from lamina_lora.store import AdapterStore
 
 __all__ = ["Services", "open_services"]
 
@@ -39,7 +41,7 @@ async def open_services(config: TenancyConfig, engine: EngineConfig) -> AsyncIte
         keys = KeyService(database=database, secret=secret, environment=config.environment)
         adapters = AdapterService(
             database=database,
-            intake=await asyncio.to_thread(LoraIntake.for_model, engine),
+            intake=await asyncio.to_thread(_intake, engine),
             base_model=engine.name,
             max_adapters_per_tenant=config.max_adapters_per_tenant,
         )
@@ -49,3 +51,8 @@ async def open_services(config: TenancyConfig, engine: EngineConfig) -> AsyncIte
             await keys.close()
     finally:
         await database.close()
+
+
+def _intake(engine: EngineConfig) -> LoraIntake:
+    geometry = ModelConfig.from_folder(engine.model).geometry()
+    return LoraIntake(store=AdapterStore(engine.adapters), geometry=geometry, max_rank=engine.max_lora_rank)

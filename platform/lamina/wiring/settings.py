@@ -96,9 +96,7 @@ class Settings(BaseSettings):
     max_context: int | None = _engine(
         "max_context", "Tokens of prompt and completion together; unset: what the model allows.", ge=2
     )
-    max_batch_tokens: int = _engine(
-        "max_batch_tokens", "Tokens in one step: decode first, then prefill.", ge=1
-    )
+    max_batch_tokens: int = _engine("max_batch_tokens", "Tokens in one step: decode first, then prefill.", ge=1)
     max_running: int = _engine("max_running", "Choices that generate at the same time.", ge=1)
     max_waiting: int = _engine("max_waiting", "Requests in the queue; more are answered 503.", ge=1)
     max_choices: int = _engine("max_choices", "Upper bound of `n`.", ge=1, le=1024)
@@ -135,9 +133,7 @@ class Settings(BaseSettings):
     )
     # Tenants
     environment: str = _tenancy("environment", "The `<env>` part of API keys, `lamina_<env>_<id>_<secret>`.")
-    max_adapters_per_tenant: int = _tenancy(
-        "max_adapters_per_tenant", "Adapter versions that a tenant may keep.", ge=1
-    )
+    max_adapters_per_tenant: int = _tenancy("max_adapters_per_tenant", "Adapter versions that a tenant may keep.", ge=1)
 
     @field_validator("home", "cache", mode="after")
     @classmethod

@@ -1,0 +1,62 @@
+# One door for people and for CI. `make serve` and `make test` do everything that a fresh clone needs.
+
+PYTHON ?= python3
+PIP_FLAGS ?=
+ARGS ?=
+MODEL := smollm2-135m-instruct
+
+BIN := .venv/bin
+RUN := .venv/.installed-run
+DEV := .venv/.installed-dev
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help serve model test lint type fmt bench gpu-check clean
+
+help:  ## Show what there is to make
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+serve: $(RUN)  ## Install, fetch the demo model, and serve two demo tenants (ARGS: options of `lamina serve`)
+	@$(BIN)/lamina models pull $(MODEL)
+	@exec $(BIN)/lamina serve --demo $(ARGS)
+
+model: $(RUN)  ## Fetch the demo model into the user's cache folder
+	$(BIN)/lamina models pull $(MODEL)
+
+test: lint type model  ## Everything that CI checks (ARGS: options of pytest)
+	$(BIN)/pytest $(ARGS)
+
+lint: $(DEV)  ## Style, formatting, and which room may import which
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+type: $(DEV)  ## Types
+	$(BIN)/mypy
+
+fmt: $(DEV)  ## Format, and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV) model  ## Benchmarks against peers (ARGS="--quick" for a short look)
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+gpu-check: $(DEV)  ## The tests that need a CUDA device
+	$(BIN)/pytest tests/gpu $(ARGS)
+
+clean:  ## Remove everything that was made here; the user's cache and data folders stay
+	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is newer than what it was made from, so an installation is repeated when pins or dependencies change.
+$(RUN): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[demo]'
+	@touch $@
+
+$(DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e '.[dev]'
+	@touch $@ $(RUN)
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
