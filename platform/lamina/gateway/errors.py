@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import structlog
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from lamina import errors as e
 
@@ -80,10 +81,11 @@ def describe(exc: BaseException, request_id: str) -> Problem:
     return Problem(500, _error(_hidden(request_id), "server_error", "internal_error"), {})
 
 
-def respond(exc: BaseException, request: Request) -> JSONResponse:
+def respond(exc: BaseException, request: Request) -> Response:
     """The response for `exc`, before the first byte."""
     problem = describe(exc, request.state.request_id)
-    return JSONResponse(problem.body, status_code=problem.status, headers=problem.headers)
+    body = json.dumps(problem.body)  # ASCII: a client's own text may come back in it, half characters too
+    return Response(body, problem.status, problem.headers, media_type="application/json")
 
 
 def validation_problem(exc: RequestValidationError) -> e.InvalidRequest:
@@ -100,7 +102,7 @@ def validation_problem(exc: RequestValidationError) -> e.InvalidRequest:
         return e.InvalidRequest("The body must be a JSON object, sent with the header Content-Type: application/json.")
     # The branches of a union fail one by one, all at the same place.
     here = [each for each in found if _param(each, exc.body) == param]
-    reasons = " or ".join(dict.fromkeys(each["msg"] for each in here))
+    reasons = " or ".join(dict.fromkeys(each["msg"].removeprefix("Value error, ") for each in here))
     others = len(found) - len(here)
     more = f" ({others} more invalid value{'s' if others > 1 else ''})" if others else ""
     return e.InvalidRequest(f"Invalid value for {param!r}: {reasons}.{more}", param=param)

@@ -47,6 +47,7 @@ class Door:
             with self._deps.metrics.in_flight.track_inprogress():
                 await self._serve(visit, scope, receive)
             self._deps.metrics.requests.labels(visit.route, str(visit.status)).inc()
+            visit.log()
 
     async def _serve(self, visit: _Visit, scope: Scope, receive: Receive) -> None:
         try:
@@ -55,7 +56,6 @@ class Door:
             await self._app(scope, self._capped(scope, receive), visit.send)
         except (ClientGone, ClientDisconnect):
             visit.status = CLIENT_CLOSED
-            log.info("client disconnected", path=scope["path"])
         except Exception as exc:
             if visit.status:
                 raise  # too late for an answer; the server closes the connection
@@ -112,15 +112,29 @@ class _Visit:
         """The template, for example "/v1/models/{model}", never a client's own text."""
         return getattr(self._scope.get("route"), "path", "unmatched")
 
+    def log(self) -> None:
+        """One line per request; probes and scrapes only when debugging."""
+        note = log.debug if self._scope["path"] in PUBLIC_PATHS else log.info
+        note(
+            "request",
+            method=self._scope["method"],
+            path=self._scope["path"],
+            status=self.status,
+            ms=self._elapsed_ms(),
+        )
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.request_id
-            headers["openai-processing-ms"] = str(round((time.perf_counter() - self._arrived) * 1000))
+            headers["openai-processing-ms"] = str(self._elapsed_ms())
             if self._client_id:
                 headers["x-client-request-id"] = self._client_id
         await self._send(message)
+
+    def _elapsed_ms(self) -> int:
+        return round((time.perf_counter() - self._arrived) * 1000)
 
 
 def _harmless(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -258,3 +259,15 @@ async def adapter_request(kit: Kit, digest: str) -> Any:
     return GenerationRequest(
         request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(max_tokens=9), adapter=digest
     )
+
+
+async def test_each_request_is_logged_with_who_and_what(kit: Kit, capsys: pytest.CaptureFixture[str]) -> None:
+    """But never with the key itself."""
+    async with kit.client() as client:
+        response = await client.get("/v1/models")
+    (line,) = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert line["event"] == "request"
+    assert (line["method"], line["path"], line["status"]) == ("GET", "/v1/models", 200)
+    assert line["request_id"] == response.headers["x-request-id"]
+    assert (line["tenant"], line["key"]) == ("ten_alice", "key_0")
+    assert kit.key not in str(line)

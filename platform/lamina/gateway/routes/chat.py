@@ -12,7 +12,7 @@ from lamina.gateway.chat_writer import ChatWriter
 from lamina.gateway.deps import Deps, GatewayDeps
 from lamina.gateway.generation import Job, resolve_model
 from lamina.gateway.prompts import chat_prompt
-from lamina.gateway.routes.documented import GENERATION_ERRORS
+from lamina.gateway.routes.documented import GENERATION
 from lamina.gateway.sampling import completion_budget, sampling_params
 from lamina.gateway.schemas.chat import ChatCompletion, ChatRequest
 from lamina.tenancy.principal import Principal
@@ -22,7 +22,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATION_ERRORS)
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATION)
 async def create_chat_completion(body: ChatRequest, request: Request, deps: Deps, caller: Caller) -> Response:
     """Answers a conversation; with `stream`, as server-sent events."""
     job = await _job(body, deps, caller)

@@ -12,7 +12,7 @@ from lamina.gateway.completion_writer import CompletionWriter
 from lamina.gateway.deps import Deps, GatewayDeps
 from lamina.gateway.generation import Job, Target, resolve_model
 from lamina.gateway.prompts import Prompt, completion_prompts
-from lamina.gateway.routes.documented import GENERATION_ERRORS
+from lamina.gateway.routes.documented import GENERATION
 from lamina.gateway.sampling import completion_budget, sampling_params
 from lamina.gateway.schemas.completions import Completion, CompletionRequest
 from lamina.tenancy.principal import Principal
@@ -22,7 +22,7 @@ __all__ = ["router"]
 router = APIRouter(tags=["generation"])
 
 
-@router.post("/v1/completions", response_model=Completion, responses=GENERATION_ERRORS)
+@router.post("/v1/completions", response_model=Completion, responses=GENERATION)
 async def create_completion(body: CompletionRequest, request: Request, deps: Deps, caller: Caller) -> Response:
     """Continues one prompt or several; with `stream`, as server-sent events."""
     _refuse_unsupported(body)

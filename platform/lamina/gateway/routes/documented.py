@@ -1,4 +1,4 @@
-"""Error responses for the OpenAPI schema."""
+"""Responses and forms for the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from lamina.gateway.schemas.resources import ErrorBody
 
-__all__ = ["ERRORS", "GENERATION_ERRORS", "UPLOAD_ERRORS", "multipart_body"]
+__all__ = ["ERRORS", "GENERATION", "UPLOAD_ERRORS", "multipart_body"]
 
 
 def _errors(**statuses: str) -> dict[int | str, dict[str, Any]]:
@@ -19,7 +19,13 @@ ERRORS = _errors(
     s403="The API key lacks a scope.",
     s404="No such resource, or not yours.",
 )
-GENERATION_ERRORS = ERRORS | _errors(
+GENERATION: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The whole answer; with `stream`, its chunks as server-sent events.",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+GENERATION |= ERRORS | _errors(
     s413="The body is too large.",
     s429="A limit of this tenant is exhausted; see Retry-After.",
     s503="The engine is saturated or restarting; see Retry-After.",

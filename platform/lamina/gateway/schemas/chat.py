@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from lamina.errors import UnsupportedParameter
-from lamina.gateway.schemas.common import MAX_LOGPROBS, Body, GenerationBody, Usage
+from lamina.gateway.schemas.common import MAX_LOGPROBS, Body, GenerationBody, Text, Usage
 
 __all__ = [
     "ChatChoice",
@@ -29,7 +29,7 @@ class TextPart(Body):
     """The one kind of content part that this model understands."""
 
     type: Literal["text"]
-    text: str
+    text: Text
     prompt_cache_breakpoint: dict[str, Any] | None = None  # a hint; ignored
 
     @model_validator(mode="before")
@@ -47,7 +47,7 @@ class Message(Body):
     """One turn. The fields below `name` are what clients echo from our answers; they must ask for nothing."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     name: str | None = None
     refusal: None = None
     audio: None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from lamina.errors import UnsupportedParameter
 
-__all__ = ["Body", "GenerationBody", "PromptTokensDetails", "StreamOptions", "Usage"]
+__all__ = ["Body", "GenerationBody", "PromptTokensDetails", "StreamOptions", "Text", "Usage"]
 
 MAX_LOGPROBS = 20
 
@@ -34,6 +34,17 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("Input holds half of a UTF-16 surrogate pair; send valid Unicode") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]  # JSON can spell strings that no tokenizer takes
+
+
 class Body(BaseModel):
     """A request body: exact types, finite numbers, no unknown fields."""
 
@@ -55,7 +66,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1)] | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

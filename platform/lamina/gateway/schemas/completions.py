@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field
 
-from lamina.gateway.schemas.common import MAX_LOGPROBS, GenerationBody, Usage
+from lamina.gateway.schemas.common import MAX_LOGPROBS, GenerationBody, Text, Usage
 
 __all__ = [
     "Completion",
@@ -20,7 +20,7 @@ __all__ = [
 
 class CompletionRequest(GenerationBody):
     prompt: Annotated[
-        str | list[str] | list[int] | list[list[int]],
+        Text | list[Text] | list[int] | list[list[int]],
         Field(description="Text, several texts, token ids, or several lists of token ids."),
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from lamina.gateway.schemas.chat import Message
-from lamina.gateway.schemas.common import Body
+from lamina.gateway.schemas.common import Body, Text
 
 __all__ = [
     "AdapterBody",
@@ -114,7 +114,7 @@ class TokenizeRequest(Body):
     """Either `prompt` or `messages`."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
