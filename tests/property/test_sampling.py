@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lamina.engine.sampler import Sampler
+from lamina.engine.sampling_draw import RowBuffers, draw
 from lamina.engine.sampling_filters import nucleus, top_ids, upper_set
 from lamina.engine.sampling_random import uniforms
 from lamina.engine.sampling_state import SamplingState
@@ -123,45 +124,45 @@ NUMBERS = st.one_of(
 
 
 @st.composite
-def cases(draw: st.DrawFn, sizes: st.SearchStrategy[int], *, greedy: bool) -> Case:
-    vocab = draw(sizes)
+def cases(choose: st.DrawFn, sizes: st.SearchStrategy[int], *, greedy: bool) -> Case:
+    vocab = choose(sizes)
     ids = st.integers(0, vocab - 1)
-    ends = draw(st.sets(ids, max_size=2))
+    ends = choose(st.sets(ids, max_size=2))
     sometimes = st.booleans()
     params = SamplingParams(
-        temperature=0.0 if greedy else draw(st.floats(0.05, 5)),
-        top_k=draw(st.integers(0, vocab + 2)) if draw(sometimes) else 0,
-        top_p=draw(st.floats(0.001, 0.999)) if draw(sometimes) else 1.0,
-        min_p=draw(st.floats(0.001, 1)) if draw(sometimes) else 0.0,
-        repetition_penalty=draw(st.floats(0.5, 2)) if draw(sometimes) else 1.0,
-        presence_penalty=draw(st.floats(-2, 2)) if draw(sometimes) else 0.0,
-        frequency_penalty=draw(st.floats(-2, 2)) if draw(sometimes) else 0.0,
-        logit_bias=tuple(draw(st.dictionaries(ids, st.floats(-100, 100), max_size=3)).items()),
-        min_tokens=draw(st.integers(0, 4)),
-        stop_token_ids=tuple(draw(st.sets(ids, max_size=1))),
-        logprobs=draw(st.none() | st.integers(0, 20)),
+        temperature=0.0 if greedy else choose(st.floats(0.05, 5)),
+        top_k=choose(st.integers(0, vocab + 2)) if choose(sometimes) else 0,
+        top_p=choose(st.floats(0.001, 0.999)) if choose(sometimes) else 1.0,
+        min_p=choose(st.floats(0.001, 1)) if choose(sometimes) else 0.0,
+        repetition_penalty=choose(st.floats(0.5, 2)) if choose(sometimes) else 1.0,
+        presence_penalty=choose(st.floats(-2, 2)) if choose(sometimes) else 0.0,
+        frequency_penalty=choose(st.floats(-2, 2)) if choose(sometimes) else 0.0,
+        logit_bias=tuple(choose(st.dictionaries(ids, st.floats(-100, 100), max_size=3)).items()),
+        min_tokens=choose(st.integers(0, 4)),
+        stop_token_ids=tuple(choose(st.sets(ids, max_size=1))),
+        logprobs=choose(st.none() | st.integers(0, 20)),
     )
     return Case(
-        logits=draw(rows(vocab)),
+        logits=choose(rows(vocab)),
         params=params,
-        seed=draw(st.integers(-(2**63), 2**64 - 1)),
-        index=draw(st.integers(0, 15)),
-        prompt=tuple(draw(st.lists(ids, max_size=6))),
-        output=tuple(draw(st.lists(ids, max_size=6))),
+        seed=choose(st.integers(-(2**63), 2**64 - 1)),
+        index=choose(st.integers(0, 15)),
+        prompt=tuple(choose(st.lists(ids, max_size=6))),
+        output=tuple(choose(st.lists(ids, max_size=6))),
         eos=frozenset(ends),
     )
 
 
 @st.composite
-def rows(draw: st.DrawFn, vocab: int) -> list[float]:
+def rows(choose: st.DrawFn, vocab: int) -> list[float]:
     """Small rows entry by entry, large ones from a drawn generator, with or without many ties."""
     if vocab <= 12:
-        return draw(st.lists(NUMBERS, min_size=vocab, max_size=vocab))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    values = generator.normal(0, draw(st.sampled_from([0.01, 1.0, 4.0])), vocab)
-    if draw(st.booleans()):
+        return choose(st.lists(NUMBERS, min_size=vocab, max_size=vocab))
+    generator = np.random.default_rng(choose(st.integers(0, 2**32)))
+    values = generator.normal(0, choose(st.sampled_from([0.01, 1.0, 4.0])), vocab)
+    if choose(st.booleans()):
         values = np.round(values * 4) / 4
-    values[generator.integers(0, vocab, draw(st.integers(0, 8)))] += 10
+    values[generator.integers(0, vocab, choose(st.integers(0, 8)))] += 10
     return [float(value) for value in values.astype(np.float32)]
 
 
@@ -171,7 +172,7 @@ MEDIUM = st.integers(13, 700)
 # ----------------------------------------------------------------------------------------------- properties
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases(SMALL | MEDIUM, greedy=False))
 def test_a_draw_is_the_oracles(case: Case) -> None:
     """Edits, temperature and filters in their order; then the inverse distribution at the uniform."""
@@ -183,7 +184,7 @@ def test_a_draw_is_the_oracles(case: Case) -> None:
     assert sampled.token_id in allowed(case, uniform)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(SMALL | MEDIUM, greedy=True))
 def test_greedy_is_the_oracles(case: Case) -> None:
     """The best edited logit, the lowest id among equals."""
@@ -217,7 +218,7 @@ def test_logprobs_are_the_oracles(case: Case) -> None:
         assert abs(value - (case.logits[token] - norm)) < 1e-4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_a_row_does_not_feel_its_batch(data: st.DataObject) -> None:
     """Token and logprobs are the same, bit for bit, alone and in any batch, in any order, by any sampler."""
@@ -234,16 +235,33 @@ def test_a_row_does_not_feel_its_batch(data: st.DataObject) -> None:
     assert shuffled == [alone[row] for row in order]
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.integers(257, 3000))
+def test_no_rounding_at_a_border_finds_an_impossible_token(generator_seed: int, vocab: int) -> None:
+    """Uniforms at and beside each end of a block of the two-level search, with -inf on both sides of it."""
+    generator, buffers = np.random.default_rng(generator_seed), RowBuffers(vocab)
+    row = generator.normal(0, 4, vocab).astype(np.float32)
+    row[0::256] = row[255::256] = row[-1] = -np.inf
+    weights = buffers.softmax(row, float(row.max()), 1.0).astype(np.float64)
+    ends = np.cumsum(weights)[255::256] / weights.sum()
+    for end in [*ends.tolist(), 0.0, 1.0]:
+        for uniform in (np.nextafter(end, 0), end, end + 1e-15):
+            place = min(float(uniform), 1 - 2.0**-53)
+            token = draw(row, float(row.max()), SamplingParams(), place, buffers)
+            assert 0 <= token < vocab
+            assert row[token] > -np.inf
+
+
 @st.composite
-def ragged(draw: st.DrawFn) -> NDArray[np.float32]:
+def ragged(choose: st.DrawFn) -> NDArray[np.float32]:
     """Rows wide enough that every path of the filters is taken, from all-equal to all-distinct."""
-    vocab = draw(st.sampled_from([1, 7, 63, 640, 8192, 16_384, 20_011]))
-    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
-    levels = draw(st.sampled_from([1, 2, 30, 10**6]))
+    vocab = choose(st.sampled_from([1, 7, 63, 640, 8192, 16_384, 20_011]))
+    generator = np.random.default_rng(choose(st.integers(0, 2**32)))
+    levels = choose(st.sampled_from([1, 2, 30, 10**6]))
     return generator.integers(-levels, levels + 1, vocab).astype(np.float32) * np.float32(8 / levels)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ragged(), st.integers(1, 2000))
 def test_top_ids_are_the_head_of_the_sorted_row(row: NDArray[np.float32], count: int) -> None:
     """Exactly, ties by id, in ascending order of ids; and the upper set contains them."""
@@ -252,7 +270,7 @@ def test_top_ids_are_the_head_of_the_sorted_row(row: NDArray[np.float32], count:
     assert np.isin(expected, upper_set(row, count)).all()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(ragged(), st.integers(0, 4), st.floats(0.001, 0.999))
 def test_the_nucleus_is_the_shortest_head_that_holds_its_share(
     row: NDArray[np.float32], fall: int, top_p: float
