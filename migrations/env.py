@@ -31,9 +31,7 @@ def run(connection: Connection) -> None:
 async def run_from_command_line() -> None:
     url = context.get_x_argument(as_dictionary=True).get("url") or os.environ.get("LAMINA_DATABASE_URL")
     if not url:
-        raise SystemExit(
-            "Name the database: alembic -c migrations/alembic.ini -x url=sqlite+aiosqlite:///x.db ..."
-        )
+        raise SystemExit("Name the database: alembic -c migrations/alembic.ini -x url=sqlite+aiosqlite:///x.db ...")
     engine = make_engine(url, foreign_keys=False, poolclass=NullPool)
     async with engine.execution_options(lamina_begin="IMMEDIATE").begin() as connection:
         await connection.run_sync(run)

@@ -45,9 +45,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_api_keys")),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name=op.f("fk_api_keys_tenant_id_tenants")),
     )
-    op.create_index(
-        op.f("ix_api_keys_tenant_id_created_at_id"), "api_keys", ["tenant_id", "created_at", "id"]
-    )
+    op.create_index(op.f("ix_api_keys_tenant_id_created_at_id"), "api_keys", ["tenant_id", "created_at", "id"])
     op.create_table(
         "adapters",
         sa.Column("id", sa.String(32), nullable=False),
@@ -66,9 +64,7 @@ def upgrade() -> None:
         sa.CheckConstraint("version >= 1", name=op.f("ck_adapters_version_positive")),
         sa.CheckConstraint("status IN ('ready', 'retired')", name=op.f("ck_adapters_status_known")),
     )
-    op.create_index(
-        op.f("ix_adapters_tenant_id_created_at_id"), "adapters", ["tenant_id", "created_at", "id"]
-    )
+    op.create_index(op.f("ix_adapters_tenant_id_created_at_id"), "adapters", ["tenant_id", "created_at", "id"])
     op.create_index(op.f("ix_adapters_digest"), "adapters", ["digest"])
 
 

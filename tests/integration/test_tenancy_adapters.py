@@ -12,9 +12,10 @@ import pytest_asyncio
 from fixtures.tenancy import Time
 from lamina.errors import InvalidAdapter, InvalidRequest, LimitExceeded, ModelNotFound, NotFound
 from lamina.tenancy.adapters import MAX_PAGE, AdapterService
+from lamina.tenancy.cache import TtlCache
 from lamina.tenancy.database import Database
 from lamina.tenancy.memory import MemoryIntake
-from lamina.tenancy.records import AdapterStatus, Tenant
+from lamina.tenancy.records import AdapterRecord, AdapterStatus, Tenant
 from lamina.tenancy.tenants import TenantService
 
 MakeFolder = Callable[[str], Path]
@@ -240,6 +241,43 @@ async def test_an_adapter_of_another_base_model_does_not_resolve(
     assert (fresh.version, fresh.created) == (2, True)
     assert (await adapters.resolve(acme.id, "tag")).version == 1
     assert (await newer.resolve(acme.id, "tag")).version == 2
+
+
+async def test_a_resolved_name_needs_no_database_until_something_changes(
+    database: Database,
+    store: MemoryIntake,
+    acme: Tenant,
+    make_adapter_folder: MakeFolder,
+    time: Time,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Changes here hold at once, changes elsewhere within the cache time; unknown names are never remembered."""
+
+    def service() -> AdapterService:
+        cache = TtlCache[tuple[str, str], AdapterRecord](ttl_s=2, monotonic=time.monotonic)
+        return AdapterService(database=database, intake=store, base_model="base", cache=cache)
+
+    def away() -> None:
+        raise AssertionError("a query on the request path")
+
+    here, elsewhere = service(), service()
+    for adapters in (here, elsewhere):
+        with pytest.raises(ModelNotFound):
+            await adapters.resolve(acme.id, "tag")
+    await here.intake(acme.id, name="tag", folder=make_adapter_folder("one"))
+    assert (await here.resolve(acme.id, "tag")).version == (await elsewhere.resolve(acme.id, "tag")).version == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "session", away)
+        await here.resolve(acme.id, "tag")
+    await here.intake(acme.id, name="tag", folder=make_adapter_folder("two"))
+    assert (await here.resolve(acme.id, "tag")).version == 2
+    await here.delete(acme.id, "tag")
+    with pytest.raises(ModelNotFound):
+        await here.resolve(acme.id, "tag")
+    assert (await elsewhere.resolve(acme.id, "tag")).version == 1
+    time.advance(seconds=2)
+    with pytest.raises(ModelNotFound):
+        await elsewhere.resolve(acme.id, "tag")
 
 
 async def test_pages(

@@ -12,10 +12,10 @@ from sqlalchemy import text
 
 from fixtures.tenancy import SECRET, Time
 from lamina.errors import Conflict, DatabaseUnavailable, InvalidRequest, NotFound, Unauthenticated
+from lamina.tenancy.cache import TtlCache
 from lamina.tenancy.database import Database
-from lamina.tenancy.keycache import KeyCache
 from lamina.tenancy.keyformat import INVALID_KEY, ApiKey
-from lamina.tenancy.keys import MAX_OVERLAP, KeyService
+from lamina.tenancy.keys import MAX_OVERLAP, KeyService, VerifiedKey
 from lamina.tenancy.lastused import LastUsed
 from lamina.tenancy.records import IssuedKey, Tenant
 from lamina.tenancy.tenants import TenantService
@@ -25,7 +25,7 @@ TTL_S = 5.0
 
 def make_keys(database: Database, time: Time, *, environment: str = "live", secret: bytes = SECRET) -> KeyService:
     """One process's service; two of them on one database stand for two processes."""
-    cache = KeyCache(ttl_s=TTL_S, monotonic=time.monotonic)
+    cache = TtlCache[str, VerifiedKey](ttl_s=TTL_S, monotonic=time.monotonic)
     last_used = LastUsed(database=database, interval_s=3600)
     return KeyService(
         database=database,

@@ -59,9 +59,7 @@ async def test_models_equal_head(database_url: str) -> None:
     """Autogenerate finds no difference between the migrated schema and the models."""
 
     def differences(connection: Connection) -> list[object]:
-        context = MigrationContext.configure(
-            connection, opts={"compare_type": True, "compare_server_default": True}
-        )
+        context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         return list(compare_metadata(context, Base.metadata))
 
     engine = make_engine(database_url)
@@ -75,9 +73,7 @@ async def test_check_constraints_equal_the_models(database_url: str) -> None:
 
     def names(connection: Connection) -> set[str | None]:
         look = inspect(connection)
-        return {
-            check["name"] for table in look.get_table_names() for check in look.get_check_constraints(table)
-        }
+        return {check["name"] for table in look.get_table_names() for check in look.get_check_constraints(table)}
 
     expected = {
         str(constraint.name)
@@ -93,9 +89,7 @@ async def test_check_constraints_equal_the_models(database_url: str) -> None:
 
 async def test_upgrades_at_the_same_time(empty_database_url: str) -> None:
     """Several processes that start at once all succeed, and the schema is made once."""
-    code = (
-        "import asyncio, sys; from lamina.tenancy import migrate; asyncio.run(migrate.upgrade(sys.argv[1]))"
-    )
+    code = "import asyncio, sys; from lamina.tenancy import migrate; asyncio.run(migrate.upgrade(sys.argv[1]))"
     command = [sys.executable, "-W", "error", "-c", code, empty_database_url]
     processes = [await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE) for _ in range(2)]
     results = [await process.communicate() for process in processes]
@@ -103,9 +97,7 @@ async def test_upgrades_at_the_same_time(empty_database_url: str) -> None:
     assert await migrate.current(empty_database_url) == migrate.head()
 
 
-async def test_a_failing_migration_changes_nothing(
-    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_migration_changes_nothing(empty_database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything happens in one transaction: a crash at the very end leaves the database untouched."""
 
     def crash(_: Connection, *__: object) -> None:
@@ -129,9 +121,7 @@ async def test_a_newer_database_is_refused(database_url: str) -> None:
         await migrate.upgrade(database_url)
 
 
-def test_the_scripts_are_found_in_a_checkout_and_in_a_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_scripts_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installed wheel has them inside the package, a checkout beside `platform`; neither is an error."""
     assert (migrate.migrations_folder() / "versions").is_dir()
     package = tmp_path / "site-packages" / "lamina"

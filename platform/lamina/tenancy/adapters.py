@@ -9,6 +9,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from lamina.errors import LaminaError, LimitExceeded
+from lamina.tenancy.cache import TtlCache
 from lamina.tenancy.catalog import MAX_PAGE, AdapterCatalog, ready_rows, record_of
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
@@ -32,9 +33,10 @@ class AdapterService(AdapterCatalog):
         intake: AdapterIntake,
         base_model: str,
         max_adapters_per_tenant: int = 1000,
+        cache: TtlCache[tuple[str, str], AdapterRecord] | None = None,
         clock: Clock = utcnow,
     ) -> None:
-        super().__init__(database=database, files=intake, base_model=base_model)
+        super().__init__(database=database, files=intake, base_model=base_model, cache=cache)
         self._intake = intake
         self._limit = max_adapters_per_tenant
         self._clock = clock
@@ -59,6 +61,7 @@ class AdapterService(AdapterCatalog):
         except LaminaError:
             await self.remove_unowned([adapter.digest])
             raise
+        self._resolved.clear()
         return record
 
     async def _enter(

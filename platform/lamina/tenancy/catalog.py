@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Select, false, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from lamina.errors import InvalidRequest, ModelNotFound
+from lamina.tenancy.cache import TtlCache
 from lamina.tenancy.database import Database
 from lamina.tenancy.intake import AdapterFiles
 from lamina.tenancy.models import AdapterRow
@@ -24,25 +25,44 @@ from lamina.tenancy.tenants import lock_tenant
 __all__ = ["MAX_PAGE", "AdapterCatalog", "ready_rows", "record_of"]
 
 MAX_PAGE = 1000
+RESOLVED_S = 2.0  # how long a resolved model name is remembered
 _READY = AdapterStatus.READY.value
 
 
 class AdapterCatalog:
-    """Another tenant's adapter is as unknown as one that does not exist."""
+    """Another tenant's adapter is as unknown as one that does not exist.
 
-    def __init__(self, *, database: Database, files: AdapterFiles, base_model: str) -> None:
+    What a model name resolved to is remembered for `cache.ttl_s` seconds (2 by default). A change made through
+    this object holds at once; another process's holds here after that time at the latest.
+    """
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        files: AdapterFiles,
+        base_model: str,
+        cache: TtlCache[tuple[str, str], AdapterRecord] | None = None,
+    ) -> None:
         self._database = database
         self._files = files
         self._base_model = base_model
+        self._resolved = cache if cache is not None else TtlCache(ttl_s=RESOLVED_S)
 
     async def resolve(self, tenant_id: str, model_name: str) -> AdapterRecord:
         """The tenant's ready adapter that "name", "name@3" or "name@latest" means. Raises ModelNotFound."""
+        known = self._resolved.get((tenant_id, model_name))
+        if known is not None:
+            return known
+        epoch = self._resolved.epoch
         on_this_base = AdapterRow.base_model == self._base_model
         async with self._database.session() as session:
             row = await _latest(session, tenant_id, model_name, on_this_base)
         if row is None:
             raise ModelNotFound(model_name)
-        return record_of(row)
+        record = record_of(row)
+        self._resolved.put((tenant_id, model_name), record, epoch=epoch)
+        return record
 
     async def get(self, tenant_id: str, name_or_id: str) -> AdapterRecord:
         """By id (retired ones too) or by reference, whatever the base model. Raises ModelNotFound."""
@@ -91,6 +111,7 @@ class AdapterCatalog:
             for row in rows:
                 row.status = AdapterStatus.RETIRED.value
             retired = tuple(record_of(row) for row in rows)
+        self._resolved.clear()
         removed = await self.remove_unowned({record.digest for record in retired})
         return DeletedAdapters(retired=retired, removed_digests=removed)
 

@@ -1,8 +1,9 @@
 """The database: SQLite by default, PostgreSQL by URL alone.
 
-On SQLite a transaction that reads first and writes later can fail at once when another writer got in between
-(the busy timeout does not help there). So writers say so from the start: `transaction()` begins IMMEDIATE,
-`session()` is for reading.
+On SQLite a transaction that reads first and writes later can fail at once when another writer got in between (the
+busy timeout does not help there). So writers say so from the start: `transaction()` begins IMMEDIATE. `session()` is
+for reading and begins nothing on SQLite, where every statement costs changes of thread; so two reads in one session
+may see different states.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lamina.errors import ConfigurationInvalid, DatabaseUnavailable
 __all__ = ["Database", "database_errors", "make_engine", "parse_url"]
 
 BUSY_TIMEOUT_S = 10.0  # how long a SQLite writer waits for another one
-_BEGIN = "lamina_begin"  # execution option: how SQLite begins a transaction
+_BEGIN = "lamina_begin"  # execution option: how SQLite begins a transaction; None: not at all
 _DRIVERS = {
     "sqlite": "sqlite+aiosqlite",
     "sqlite+aiosqlite": "sqlite+aiosqlite",
@@ -63,6 +64,7 @@ def make_engine(url: str, *, foreign_keys: bool = True, **options: Any) -> Async
     if parsed.get_backend_name() == "sqlite":
         _make_parent(Path(str(parsed.database)))
         options.setdefault("connect_args", {"timeout": BUSY_TIMEOUT_S})
+        options.setdefault("pool_reset_on_return", None)  # sessions end their transactions themselves
     else:
         options.setdefault("pool_pre_ping", True)
     try:
@@ -98,7 +100,9 @@ def _prepare_sqlite(engine: AsyncEngine, *, foreign_keys: bool) -> None:
 
     @event.listens_for(engine.sync_engine, "begin")
     def on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(_BEGIN, 'DEFERRED')}")
+        how = connection.get_execution_options().get(_BEGIN, "DEFERRED")
+        if how is not None:
+            connection.exec_driver_sql(f"BEGIN {how}")
 
 
 @contextmanager
@@ -138,7 +142,7 @@ class Database:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._reading = async_sessionmaker(engine, expire_on_commit=False)
+        self._reading = async_sessionmaker(engine.execution_options(**{_BEGIN: None}), expire_on_commit=False)
         self._writing = async_sessionmaker(engine.execution_options(**{_BEGIN: "IMMEDIATE"}), expire_on_commit=False)
 
     @classmethod

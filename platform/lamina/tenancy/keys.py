@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from lamina.errors import Conflict, InvalidRequest, NotFound, Unauthenticated
+from lamina.tenancy.cache import TtlCache
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
-from lamina.tenancy.keycache import CachedKey, KeyCache
 from lamina.tenancy.keyformat import INVALID_KEY, ApiKey, check_environment
 from lamina.tenancy.lastused import LastUsed
 from lamina.tenancy.models import ApiKeyRow, TenantRow
@@ -27,9 +28,18 @@ from lamina.tenancy.records import IssuedKey, KeyRecord, RotatedKey, TenantStatu
 from lamina.tenancy.secret import kv_namespace
 from lamina.tenancy.tenants import lock_tenant
 
-__all__ = ["MAX_OVERLAP", "KeyService"]
+__all__ = ["MAX_OVERLAP", "KeyService", "VerifiedKey"]
 
 MAX_OVERLAP = timedelta(days=30)  # how long a rotated key may live on
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedKey:
+    """What is remembered of a key that was right: its HMAC, never its text."""
+
+    mac: bytes
+    expires_at: datetime | None
+    principal: Principal
 
 
 class KeyService:
@@ -45,14 +55,14 @@ class KeyService:
         database: Database,
         secret: bytes,
         environment: str = "live",
-        cache: KeyCache | None = None,
+        cache: TtlCache[str, VerifiedKey] | None = None,
         last_used: LastUsed | None = None,
         clock: Clock = utcnow,
     ) -> None:
         self._database = database
         self._secret = secret
         self._environment = check_environment(environment)
-        self._cache = cache if cache is not None else KeyCache()
+        self._cache = cache if cache is not None else TtlCache()
         self._last_used = last_used if last_used is not None else LastUsed(database=database)
         self._clock = clock
 
@@ -68,8 +78,8 @@ class KeyService:
                 "use a key of this environment."
             )
         mac = key.mac(self._secret)
-        entry = self._cache.get(key.key_id, mac)
-        if entry is None:
+        entry = self._cache.get(key.key_id)
+        if entry is None or not hmac.compare_digest(entry.mac, mac):
             entry = await self._look_up(key.key_id, mac)
         now = self._clock()
         if entry.expires_at is not None and entry.expires_at <= now:
@@ -144,7 +154,7 @@ class KeyService:
         self._cache.forget(key_id)
         return RotatedKey(issued=issued, old=record)
 
-    async def _look_up(self, key_id: str, mac: bytes) -> CachedKey:
+    async def _look_up(self, key_id: str, mac: bytes) -> VerifiedKey:
         epoch = self._cache.epoch
         query = select(ApiKeyRow, TenantRow).join(TenantRow, TenantRow.id == ApiKeyRow.tenant_id)
         async with self._database.session() as session:
@@ -158,7 +168,7 @@ class KeyService:
             raise Unauthenticated("This API key was revoked; ask your administrator for a new one.")
         if tenant.status != TenantStatus.ACTIVE.value:
             raise Unauthenticated("The tenant of this API key is suspended; ask your administrator.")
-        entry = CachedKey(mac, row.expires_at, self._principal(row, tenant))
+        entry = VerifiedKey(mac, row.expires_at, self._principal(row, tenant))
         self._cache.put(key_id, entry, epoch=epoch)
         return entry
 
