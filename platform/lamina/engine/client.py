@@ -21,7 +21,7 @@ from typing import Any, cast
 import zmq
 import zmq.asyncio
 
-from lamina.engine.failures import error_of
+from lamina.engine.failures import error_of, failure_of
 from lamina.engine.streams import RequestStream
 from lamina.engine.wire import (
     PULSE,
@@ -41,7 +41,7 @@ from lamina.engine.wire import (
     encode,
 )
 from lamina.errors import Conflict, EngineUnavailable
-from lamina.types import EngineFailure, EngineInfo, EngineStats, GenerationRequest, TokenEvent
+from lamina.types import EngineInfo, EngineStats, GenerationRequest, TokenEvent
 
 __all__ = ["ZmqEngineClient"]
 
@@ -176,7 +176,17 @@ class ZmqEngineClient:
         self._why_lost = why
         self._is_ready.clear()
         self._is_lost.set()
-        self._end_all()
+        self.end_requests("The engine stopped while it worked on this request; it is being restarted. Retry shortly.")
+
+    def end_requests(self, message: str) -> None:
+        """Ends every running request with `message`, as if the core were lost; the core itself is not told."""
+        unavailable = EngineUnavailable(message, retry_after_s=self._retry_after_s)
+        failure = failure_of(unavailable)
+        for stream in self._streams.values():
+            stream.fail(failure)
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(error_of(failure))
 
     async def wait_ready(self) -> EngineInfo:
         """Returns once a core has reported ready."""
@@ -199,20 +209,6 @@ class ZmqEngineClient:
         stream = RequestStream(request.request_id, request.sampling.n)
         self._streams[request.request_id] = stream
         return stream
-
-    def _end_all(self) -> None:
-        unavailable = EngineUnavailable(
-            "The engine stopped while it worked on this request; it is being restarted. Retry shortly.",
-            retry_after_s=self._retry_after_s,
-        )
-        failure = EngineFailure(
-            unavailable.code, unavailable.message, retry_after_s=unavailable.retry_after_s
-        )
-        for stream in self._streams.values():
-            stream.fail(failure)
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(error_of(failure))
 
     def _send(self, message: ToCore) -> None:
         if self._identity is None or self._info is None:

@@ -41,6 +41,8 @@ __all__ = ["serve"]
 
 EXIT_FORCED = 130
 
+_FAREWELL_S = 2.0  # for the last bytes of requests that the grace time did not suffice for
+
 # This process tokenizes and copies bytes; cores are the engine's. Read when the libraries are loaded.
 _FEW_THREADS = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -145,7 +147,7 @@ class _House:
     async def _serve_http(self, app: FastAPI, access: Sequence[DemoAccess]) -> None:
         from lamina.wiring.webserver import WebServer
 
-        server = WebServer(app, grace_s=self.settings.shutdown_grace_s)
+        server = WebServer(app, grace_s=self.settings.shutdown_grace_s + _FAREWELL_S)
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         try:
             await _first_of(serving, asyncio.create_task(self._greet(access)))
@@ -153,6 +155,8 @@ class _House:
             raise EngineUnavailable("The web server ended by itself; the log says why.")
         finally:
             server.stop()
+            await asyncio.wait({serving}, timeout=self.settings.shutdown_grace_s)
+            self.client.end_requests("The server is shutting down; retry shortly.")  # said, not just cut
             await serving
 
     async def _greet(self, access: Sequence[DemoAccess]) -> None:
