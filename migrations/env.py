@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any, Literal
 
 from alembic import context
 from sqlalchemy import Connection
 from sqlalchemy.pool import NullPool
 
 from lamina.tenancy.database import make_engine
-from lamina.tenancy.models import Base
+from lamina.tenancy.models import Base, UtcDateTime
+
+
+def render(kind: str, item: Any, _: Any) -> str | Literal[False]:
+    """Generated scripts must not import our types: the code moves on, history does not."""
+    if kind == "type" and isinstance(item, UtcDateTime):
+        return "sa.DateTime(timezone=True)"
+    return False
 
 
 def run(connection: Connection) -> None:
@@ -22,6 +30,7 @@ def run(connection: Connection) -> None:
         connection=connection,
         target_metadata=Base.metadata,
         transactional_ddl=True,  # alembic's default for SQLite is False, but SQLite can
+        render_item=render,
         render_as_batch=connection.dialect.name == "sqlite",
     )
     with context.begin_transaction():

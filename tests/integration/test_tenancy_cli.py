@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from fixtures.peft_folders import MODEL_CONFIG, write_adapter
 from lamina.cli import adapters as adapters_command
 from lamina.cli.access import Access
 from lamina.cli.durations import parse_duration
@@ -122,6 +123,22 @@ def test_adapters(lamina: Run, monkeypatch: pytest.MonkeyPatch, make_adapter_fol
         assert "does not exist" in lamina("adapters", command, "tag", "--tenant", "globex", fails=1).stderr
     assert "Deleted tag@1" in lamina("adapters", "delete", "tag", "--tenant", "acme").stdout
     assert len(of_json(lamina("adapters", "list", "--tenant", "acme", "--json"))) == 1
+
+
+def test_adding_an_adapter_for_a_model_folder(lamina: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real judge: what fits the configured model is added under its name, what does not is refused."""
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(MODEL_CONFIG))
+    monkeypatch.setenv("LAMINA_MODEL", str(model))
+    monkeypatch.setenv("LAMINA_MAX_LORA_RANK", "4")
+    lamina("tenants", "create", "acme")
+    good, bad = write_adapter(tmp_path / "good"), write_adapter(tmp_path / "bad", rank=8)
+    added = of_json(lamina("adapters", "add", str(good), "--tenant", "acme", "--json"))
+    assert (added["name"], added["base_model"], added["rank"]) == ("good", "tiny", 2)
+    assert "rank" in lamina("adapters", "add", str(bad), "--tenant", "acme", fails=1).stderr
+    refused = lamina("adapters", "add", str(good), "--tenant", "acme", "--name", "tiny", fails=2)
+    assert "base model" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
+from fixtures.peft_folders import write_adapter
 from lamina.errors import InvalidAdapter
 from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
@@ -18,27 +16,6 @@ from lamina_lora.geometry import TARGETS, BaseGeometry
 from lamina_lora.store import ADAPTER_FILES, AdapterStore
 
 GEOMETRY = BaseGeometry(num_layers=1, targets=dict.fromkeys(TARGETS, (8, 8)), vocab_size=16, hidden_size=8)
-
-
-def write_adapter(folder: Path, *, rank: int = 2, scale: float = 1.0, b: float = 0.5) -> Path:
-    """A PEFT folder on q_proj of the one layer."""
-    folder.mkdir()
-    stem = "base_model.model.model.layers.0.self_attn.q_proj"
-    tensors = {
-        f"{stem}.lora_A.weight": np.full((rank, 8), scale, dtype=np.float32),
-        f"{stem}.lora_B.weight": np.full((8, rank), b, dtype=np.float32),
-    }
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": rank,
-        "target_modules": ["q_proj"],
-        "base_model_name_or_path": "tiny",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture

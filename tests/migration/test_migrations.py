@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,21 @@ def test_the_scripts_are_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monk
     (package / "_migrations").mkdir()
     (package / "_migrations" / "env.py").touch()
     assert migrate.migrations_folder() == package / "_migrations"
+
+
+def test_generated_scripts_import_nothing_of_lamina(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script for the whole schema, generated in a copy of the folder, stands on alembic and sqlalchemy alone."""
+    copied = shutil.copytree(migrate.migrations_folder(), tmp_path / "migrations")
+    for script in (copied / "versions").glob("*.py"):
+        script.unlink()
+    url = f"url=sqlite+aiosqlite:///{tmp_path / 'dev.db'}"
+    alembic = [sys.executable, "-m", "alembic", "-c", copied / "alembic.ini", "-x", url]
+    subprocess.run([*alembic, "revision", "--autogenerate", "-m", "all of it"], check=True, capture_output=True)
+    [script] = (copied / "versions").glob("*_all_of_it.py")
+    text = script.read_text()
+    assert "op.create_table('tenants'" in text
+    assert "sa.DateTime(timezone=True)" in text
+    assert "lamina" not in text
 
 
 def test_the_alembic_command_line_works(tmp_path: Path) -> None:
