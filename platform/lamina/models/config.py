@@ -167,12 +167,13 @@ def _sizes(fields: Fields, family: Family) -> dict[str, Any]:
 
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     dim = fields.integer("head_dim", low=2, high=MAX_HEAD_DIM, default=family.head_dim)
+    name = "head_dim"
     if dim is None:
         if hidden % heads:
             raise fields.invalid("num_attention_heads", f"must divide hidden_size ({hidden}) if head_dim is not given")
-        dim = hidden // heads
+        dim, name = hidden // heads, "num_attention_heads"
     if dim % 2 or not 2 <= dim <= MAX_HEAD_DIM:
-        raise fields.invalid("head_dim", f"must be even and from 2 to {MAX_HEAD_DIM} (it is {dim})")
+        raise fields.invalid(name, f"must give heads of an even dimension from 2 to {MAX_HEAD_DIM} (they have {dim})")
     return dim
 
 

@@ -37,7 +37,7 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 
 def _is_packable(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C.has_mkldnn
+    return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
 
 
 class _DenseLinear:
