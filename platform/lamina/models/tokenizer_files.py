@@ -27,9 +27,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
     config = _read_json(folder / "tokenizer_config.json")
     special = {**_read_json(folder / "special_tokens_map.json"), **config}
     return TokenizerFiles(
-        special_tokens={
-            role: text for role in _ROLES if (text := _token_text(special.get(role))) is not None
-        },
+        special_tokens={role: text for role in _ROLES if (text := _token_text(special.get(role))) is not None},
         templates=_templates(folder, config),
         eos_ids=_eos_ids(folder),
     )
