@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -74,4 +75,18 @@ async def test_an_oversized_upload_is_told_so(kit: Kit, client: AsyncOpenAI) -> 
     with pytest.raises(openai.APIStatusError) as info:
         await client.files.create(file=("a.zip", io.BytesIO(bytes(64 << 20))), purpose=PURPOSE)
     assert info.value.status_code == 413
+    assert kit.staged() == []
+
+
+async def test_upload_in_parts(kit: Kit, client: AsyncOpenAI, tmp_path: Path) -> None:
+    """The client's own helper for big files cuts, sends and completes."""
+    path = tmp_path / "big-poet.zip"
+    path.write_bytes(zipped({**PEFT, "notes.bin": os.urandom(300_000)}))
+    upload = await client.uploads.upload_file_chunked(
+        file=path, mime_type="application/zip", purpose=PURPOSE, part_size=100_000
+    )
+    assert upload.status == "completed"
+    assert upload.file is not None
+    assert (await client.files.retrieve(upload.file.id)).filename == "big-poet"
+    assert (await client.models.retrieve("big-poet")).id == "big-poet"
     assert kit.staged() == []

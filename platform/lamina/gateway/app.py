@@ -17,7 +17,7 @@ from lamina.gateway import staging
 from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.errors import respond
 from lamina.gateway.middleware import Door
-from lamina.gateway.routes import adapters, chat, completions, files, models, ops, tokenize
+from lamina.gateway.routes import adapters, chat, completions, files, models, ops, parts, tokenize
 
 __all__ = ["create_app"]
 
@@ -37,7 +37,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     for kind in (LaminaError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(Door, deps=deps)
-    for module in (chat, completions, models, adapters, files, tokenize, ops):
+    for module in (chat, completions, models, adapters, files, parts, tokenize, ops):
         app.include_router(module.router)
     return app
 
@@ -46,6 +46,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     deps: GatewayDeps = app.state.deps
     await asyncio.to_thread(staging.sweep, deps.uploads)
+    await asyncio.to_thread(deps.pending.sweep)
     yield
 
 

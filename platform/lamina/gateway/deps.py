@@ -12,6 +12,7 @@ from lamina.config import GatewayConfig
 from lamina.engine.protocol import EngineClient
 from lamina.gateway.codec import TextCodec
 from lamina.gateway.metrics import GatewayMetrics
+from lamina.gateway.pending import PendingUploads
 from lamina.tenancy.principal import Principal
 from lamina.tenancy.records import AdapterRecord, DeletedAdapters, Page
 
@@ -61,6 +62,10 @@ class GatewayDeps:
     uploads: Path  # staging for adapter uploads; created if missing, on the adapter store's file system
     created: int  # Unix seconds; /v1/models reports it for the base model
     metrics: GatewayMetrics = field(default_factory=GatewayMetrics)
+    pending: PendingUploads = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pending", PendingUploads(self.uploads, max_bytes=self.config.max_upload_bytes))
 
 
 async def _deps(request: Request) -> GatewayDeps:

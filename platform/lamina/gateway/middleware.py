@@ -20,12 +20,12 @@ from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.disconnect import ClientGone
 from lamina.gateway.errors import BodyTooLarge, respond
 
-__all__ = ["UPLOAD_PATHS", "Door"]
+__all__ = ["Door"]
 
 log = structlog.get_logger(__name__)
 
 # These stream their body to disk under a cap of their own.
-UPLOAD_PATHS = frozenset({"/v1/adapters", "/v1/files"})
+UPLOAD_PATHS = re.compile(r"/v1/(adapters|files|uploads/[^/]+/parts)")
 CLIENT_CLOSED = 499  # nginx's word for it; only in metrics and logs
 _HARMLESS = re.compile(r"[^A-Za-z0-9._:/+=-]")
 MAX_CLIENT_ID_CHARS = 128
@@ -67,7 +67,7 @@ class Door:
         structlog.contextvars.bind_contextvars(tenant=principal.tenant_id, key=principal.key_id)
 
     def _capped(self, scope: Scope, receive: Receive) -> Receive:
-        if scope["path"] in UPLOAD_PATHS:
+        if UPLOAD_PATHS.fullmatch(scope["path"]):
             return receive
         limit = self._deps.config.max_body_bytes
         declared = Headers(scope=scope).get("content-length", "")

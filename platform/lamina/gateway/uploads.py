@@ -15,7 +15,14 @@ from lamina.gateway.multipart import Form, UploadedFile, receive_form
 from lamina.gateway.staging import staged
 from lamina.tenancy.records import AdapterRecord
 
-__all__ = ["adapter_name_of_file", "adapter_name_of_form", "take_in"]
+__all__ = [
+    "adapter_name_of",
+    "adapter_name_of_file",
+    "adapter_name_of_form",
+    "declared_size",
+    "take_in",
+    "take_in_archive",
+]
 
 _SUFFIXES = (".tar.gz", ".tgz", ".tar", ".zip")
 
@@ -31,13 +38,21 @@ async def take_in(request: Request, deps: GatewayDeps, tenant_id: str, name_of: 
             request.headers.get("content-type", ""),
             folder,
             max_bytes=deps.config.max_upload_bytes,
-            declared=_declared(request),
+            declared=declared_size(request),
         )
         name = name_of(form)
         peft = folder / "peft"
         peft.mkdir()
         await asyncio.to_thread(_arrange, form, peft, deps.config.max_upload_bytes)
         return await deps.adapters.intake(tenant_id, name=name, folder=peft)
+
+
+async def take_in_archive(deps: GatewayDeps, tenant_id: str, name: str, archive: Path, folder: Path) -> AdapterRecord:
+    """Unpacks `archive`, which is complete, within the staging `folder`. Raises TooLarge, InvalidAdapter."""
+    peft = folder / "peft"
+    peft.mkdir()
+    await asyncio.to_thread(unpack, archive, peft, max_bytes=deps.config.max_upload_bytes)
+    return await deps.adapters.intake(tenant_id, name=name, folder=peft)
 
 
 def adapter_name_of_form(form: Form) -> str:
@@ -59,12 +74,18 @@ def adapter_name_of_file(form: Form) -> str:
         raise InvalidRequest("Only purpose='adapter' is supported.", param="purpose")
     if "file" not in form.files:
         raise InvalidRequest("The form has no file 'file'.", param="file")
-    base = PurePosixPath(form.files["file"].filename.replace("\\", "/")).name
+    return adapter_name_of(form.files["file"].filename)
+
+
+def adapter_name_of(filename: str) -> str:
+    """The file's name without folders and without the ending of an archive."""
+    base = PurePosixPath(filename.replace("\\", "/")).name
     suffix = next((suffix for suffix in _SUFFIXES if base.lower().endswith(suffix)), "")
     return base[: len(base) - len(suffix)]
 
 
-def _declared(request: Request) -> int | None:
+def declared_size(request: Request) -> int | None:
+    """The Content-Length, if there is a sensible one."""
     value = request.headers.get("content-length", "")
     return int(value) if value.isascii() and value.isdigit() and len(value) < 20 else None
 

@@ -15,7 +15,7 @@ from lamina.gateway.schemas.resources import FileBody, FileDeleted, FileList
 from lamina.gateway.uploads import adapter_name_of_file, take_in
 from lamina.tenancy.records import AdapterRecord
 
-__all__ = ["router"]
+__all__ = ["router", "shown_as_file"]
 
 router = APIRouter(tags=["files"])
 
@@ -29,7 +29,7 @@ _FORM = multipart_body(
 @router.post("/v1/files", responses=UPLOAD_ERRORS, openapi_extra=_FORM)
 async def create_file(request: Request, deps: Deps, caller: AdapterWriter) -> FileBody:
     """Takes in a PEFT adapter; the file's name without its ending is the adapter's name."""
-    return _shown(await take_in(request, deps, caller.tenant_id, adapter_name_of_file))
+    return shown_as_file(await take_in(request, deps, caller.tenant_id, adapter_name_of_file))
 
 
 @router.get("/v1/files", responses=ERRORS)
@@ -48,7 +48,7 @@ async def list_files(
         return FileList(data=[], has_more=False, first_id=None, last_id=None)
     page = await deps.adapters.list(caller.tenant_id, after=after, limit=limit)
     return FileList(
-        data=[_shown(record) for record in page.data],
+        data=[shown_as_file(record) for record in page.data],
         has_more=page.has_more,
         first_id=page.first_id,
         last_id=page.last_id,
@@ -58,7 +58,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", responses=ERRORS)
 async def show_file(file_id: str, deps: Deps, caller: AdapterReader) -> FileBody:
     """One adapter; its id is the file's id."""
-    return _shown(await find(deps, caller.tenant_id, file_id))
+    return shown_as_file(await find(deps, caller.tenant_id, file_id))
 
 
 @router.delete("/v1/files/{file_id}", responses=ERRORS)
@@ -69,7 +69,7 @@ async def delete_file(file_id: str, deps: Deps, caller: AdapterWriter) -> FileDe
     return FileDeleted(id=record.id)
 
 
-def _shown(record: AdapterRecord) -> FileBody:
+def shown_as_file(record: AdapterRecord) -> FileBody:
     return FileBody(
         id=record.id,
         bytes=record.size_bytes,
