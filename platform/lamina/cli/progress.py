@@ -17,12 +17,17 @@ __all__ = ["console_progress"]
 def console_progress() -> Iterator[ProgressCallback]:
     """One bar per stage, on standard error. Shows nothing if nothing is reported."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as display:
-        bars: dict[str, TaskID] = {}
+    display = Progress(*columns, console=Console(stderr=True), transient=True)
+    bars: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in bars:
-                bars[stage] = display.add_task(stage)
-            display.update(bars[stage], completed=done, total=total or None)
+    def report(stage: str, done: int, total: int) -> None:
+        display.start()  # not before there is something to show; again and again does no harm
+        if stage not in bars:
+            bars[stage] = display.add_task(stage)
+        display.update(bars[stage], completed=done, total=total or None)
 
+    try:
         yield report
+    finally:
+        if bars:
+            display.stop()

@@ -28,7 +28,7 @@ _FIRST_STEPS = """
 Make a tenant and a key in another shell:
 
     lamina tenants create NAME
-    lamina keys create NAME
+    lamina keys create --tenant NAME
 """
 
 

@@ -13,8 +13,8 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,7 @@ def serve(
     Raises LaminaError if it cannot start, or the engine cannot.
     """
     started = time.monotonic()
-    signal.signal(signal.SIGTERM, _terminated)  # until the event loop takes over
-    with listen(settings.host, settings.port) as listener:
+    with _terminable(), listen(settings.host, settings.port) as listener:
         engine = settings.engine(find_model())
         with runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")
@@ -197,5 +196,15 @@ async def _first_of(*tasks: asyncio.Task[Any]) -> None:
         task.result()
 
 
-def _terminated(*_: object) -> None:
-    raise SystemExit(128 + signal.SIGTERM)
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds the stack until the event loop takes over, as SIGINT does by itself."""
+
+    def terminated(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -29,9 +29,7 @@ def test_defaults_are_those_of_the_configs(tmp_path: Path) -> None:
     settings = load_settings(home=tmp_path)
     assert settings.engine(MODEL) == EngineConfig(model=MODEL, adapters=tmp_path / "adapters")
     assert settings.gateway() == GatewayConfig()
-    assert settings.tenancy() == TenancyConfig(
-        database_url=f"sqlite+aiosqlite:///{tmp_path}/lamina.db", home=tmp_path
-    )
+    assert settings.tenancy() == TenancyConfig(database_url=f"sqlite+aiosqlite:///{tmp_path}/lamina.db", home=tmp_path)
 
 
 def test_every_config_field_can_be_set() -> None:
