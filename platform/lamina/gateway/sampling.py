@@ -9,7 +9,7 @@ from lamina.errors import ContextLengthExceeded, InvalidRequest
 from lamina.gateway.schemas.common import GenerationBody
 from lamina.types import EngineInfo, SamplingParams
 
-__all__ = ["check_token_id", "completion_budget", "sampling_params"]
+__all__ = ["check_token_id", "completion_budget", "context_limit", "sampling_params"]
 
 T = TypeVar("T")
 
@@ -51,14 +51,20 @@ def completion_budget(wanted: int | None, *, prompt: int, info: EngineInfo, conf
 
     An explicit wish must fit the context window (else ContextLengthExceeded); the default is clipped to it.
     """
-    left = info.max_context - prompt
+    limit = context_limit(info)
+    left = limit - prompt
     if left < 1:
-        raise ContextLengthExceeded(limit=info.max_context, prompt=prompt, completion=1, param=param)
+        raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=1, param=param)
     if wanted is None:
         return min(config.default_max_tokens, left)
     if wanted > left:
-        raise ContextLengthExceeded(limit=info.max_context, prompt=prompt, completion=wanted, param="max_tokens")
+        raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=wanted, param="max_tokens")
     return wanted
+
+
+def context_limit(info: EngineInfo) -> int:
+    """Tokens that one choice can have: the model's context, or all of a smaller block pool."""
+    return min(info.max_context, info.num_blocks * info.block_size)
 
 
 def _or(value: T | None, default: T) -> T:

@@ -100,3 +100,12 @@ def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(ContextLengthExceeded) as info:
         budget(None, 100)
     assert info.value.param == "messages"
+
+
+def test_a_small_block_pool_is_the_context() -> None:
+    """What the pool can never hold is refused here, and the default is clipped to it."""
+    small = InMemoryEngine(max_context=10_000, block_size=4).info  # 64 blocks
+    assert completion_budget(None, prompt=250, info=small, config=CONFIG, param="messages") == 6
+    with pytest.raises(ContextLengthExceeded) as info:
+        completion_budget(7, prompt=250, info=small, config=CONFIG, param="messages")
+    assert info.value.limit == 256

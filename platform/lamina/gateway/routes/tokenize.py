@@ -11,7 +11,7 @@ from lamina.gateway.deps import Deps, GatewayDeps
 from lamina.gateway.generation import resolve_model
 from lamina.gateway.prompts import chat_prompt
 from lamina.gateway.routes.documented import ERRORS
-from lamina.gateway.sampling import check_token_id
+from lamina.gateway.sampling import check_token_id, context_limit
 from lamina.gateway.schemas.resources import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -32,7 +32,7 @@ async def tokenize(body: TokenizeRequest, deps: Deps, caller: Caller) -> Tokeniz
     token_ids = await _token_ids(body, deps)
     strings = [deps.tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return TokenizeResponse(
-        count=len(token_ids), max_model_len=deps.engine.info.max_context, tokens=token_ids, token_strs=strings
+        count=len(token_ids), max_model_len=context_limit(deps.engine.info), tokens=token_ids, token_strs=strings
     )
 
 
