@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 help:  ## Show what there is to make
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-serve: $(RUN)  ## Install, fetch the demo model, and serve two demo tenants (ARGS: options of `lamina serve`)
+serve: $(RUN)  ## Install, fetch the demo model, and serve two demo tenants (ARGS="--port 8001": options of `lamina serve`)
 	@$(BIN)/lamina models pull $(MODEL)
 	@exec $(BIN)/lamina serve --demo $(ARGS)
 

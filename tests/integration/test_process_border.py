@@ -175,6 +175,16 @@ async def test_a_frozen_engine_is_lost_and_replaced() -> None:
         assert tokens_of(await collect(engine, request("b"))) == [0, 1, 2]
 
 
+async def test_a_hung_step_is_lost_and_replaced() -> None:
+    """A loop that does not turn is given up although its process still sends heartbeats."""
+    async with harness(stall_timeout_s=0.5) as engine:
+        await engine.client.wait_ready()
+        events = await collect(engine, request("a", kind=SLOW_STEP, tokens=3, detail=60_000))
+        assert events[-1].finish_reason is FinishReason.ERROR
+        await asyncio.wait_for(engine.client.wait_ready(), 30)
+        assert await engine.processes[0].wait() == -signal.SIGKILL
+
+
 async def test_a_killed_engine_ends_its_requests_and_comes_back(engine: Harness) -> None:
     """SIGKILL in mid-stream: each open choice gets an error, new ones are refused, service resumes."""
     stream = engine.client.submit(request("a", tokens=ENDLESS, n=2))

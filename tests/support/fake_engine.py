@@ -162,11 +162,16 @@ class Harness:
 
 @asynccontextmanager
 async def harness(
-    *arguments: str, heartbeat_timeout_s: float = 2.0, backoff: Backoff | None = None
+    *arguments: str,
+    heartbeat_timeout_s: float = 5.0,
+    stall_timeout_s: float = 300.0,
+    backoff: Backoff | None = None,
 ) -> AsyncIterator[Harness]:
     """A client and a supervised fake engine; both are gone at the end, whatever the test did."""
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
-        client = ZmqEngineClient(f"ipc://{folder}/engine", heartbeat_timeout_s=heartbeat_timeout_s)
+        client = ZmqEngineClient(
+            f"ipc://{folder}/engine", heartbeat_timeout_s=heartbeat_timeout_s, stall_timeout_s=stall_timeout_s
+        )
         processes: list[EngineProcess] = []
 
         def spawn(identity: bytes) -> EngineProcess:

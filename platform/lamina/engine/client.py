@@ -62,7 +62,7 @@ class ZmqEngineClient:
         self,
         address: str,
         *,
-        heartbeat_timeout_s: float = 5.0,
+        heartbeat_timeout_s: float = 10.0,
         stall_timeout_s: float = 300.0,
         call_timeout_s: float = 30.0,
     ) -> None:

@@ -22,6 +22,7 @@ class WebServer(uvicorn.Server):
                 log_config=None,  # `wiring.logs` has set it up
                 access_log=False,  # the gateway's own middleware logs each request
                 server_header=False,
+                timeout_keep_alive=75,  # longer than clients keep theirs, or a request could meet a closing door
                 timeout_graceful_shutdown=math.ceil(grace_s),
             )
         )
