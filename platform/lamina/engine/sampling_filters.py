@@ -43,7 +43,8 @@ def top_ids(row: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     bound = np.partition(values, values.size - count)[values.size - count]
     keep = values > bound
     keep[np.flatnonzero(values == bound)[: count - np.count_nonzero(keep)]] = True
-    return ids[keep]
+    kept: NDArray[np.int64] = ids[keep]
+    return kept
 
 
 def cut_nucleus(

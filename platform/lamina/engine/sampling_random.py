@@ -51,4 +51,5 @@ def uniforms(seeds: Sequence[int], indices: Sequence[int], positions: Sequence[i
     counters = np.stack((position & _WORD, position >> _SHIFT, choice & _WORD, stream))
     words = philox(counters, np.stack((seed & _WORD, seed >> _SHIFT)))
     bits = ((words[0] >> np.uint64(5)) << np.uint64(26)) | (words[1] >> np.uint64(6))
-    return bits * 2.0**-53
+    fractions: NDArray[np.float64] = bits * 2.0**-53
+    return fractions
