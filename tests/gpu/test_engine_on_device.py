@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.engines import drive, publish_adapter, request, tiny_config, tiny_core, write_adapter
 
+from fixtures.engines import drive, publish_adapter, request, tiny_config, tiny_core, write_adapter
 from lamina.config import EngineConfig
 from lamina.models.loader import random_model
 from lamina.wiring.core import assemble, choose_device
@@ -19,7 +19,8 @@ DEVICE = choose_device("auto")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_mixed_batches_run_and_agree_with_the_cpu(dtype: torch.dtype, tmp_path: Path) -> None:
     """float32 gives the CPU engine's tokens; every dtype finishes with the books balanced."""
-    digests = [publish_adapter(tmp_path / "store", write_adapter(tmp_path / str(i), rank=8 * i, seed=i)) for i in (1, 2)]
+    folders = [write_adapter(tmp_path / str(i), rank=8 * i, seed=i) for i in (1, 2)]
+    digests = [publish_adapter(tmp_path / "store", folder) for folder in folders]
     items = [
         request(f"r{i}", random.Random(i).choices(range(3, 211), k=9 + 8 * i), adapter=[None, *digests][i % 3])
         for i in range(7)

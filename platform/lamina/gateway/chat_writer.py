@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
 
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.gateway.codec import TextCodec
-from lamina.gateway.completion import ChoiceDelta
 from lamina.gateway.generation import Generation, Job
 from lamina.gateway.logprobs import LogprobBuffer, chat_logprobs
 from lamina.gateway.schemas.chat import (

@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.errors import EngineOverloaded
-from lamina.gateway.completion import ChoiceDelta, stream_choices
+from lamina.gateway.completion import stream_choices
 from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.merge import merge
 from lamina.gateway.schemas.common import PromptTokensDetails, Usage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.gateway.codec import TextCodec
-from lamina.gateway.completion import ChoiceDelta
 from lamina.gateway.schemas.chat import ChatLogprobs, TokenLogprobBody, TopLogprobBody
 from lamina.gateway.schemas.completions import CompletionLogprobs
 from lamina.types import TokenLogprob

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from lamina.gateway.completion import ChoiceDelta
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.types import EngineInfo, EngineStats
 
 __all__ = ["GatewayMetrics"]

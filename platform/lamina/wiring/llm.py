@@ -9,18 +9,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from lamina_lora.store import AdapterStore
-from lamina_lora.validate import validate_adapter
 from rich.progress import Progress
 
 from lamina.config import EngineConfig
-from lamina.engine.detokenize import TextStream
-from lamina.errors import EngineInternal, InvalidRequest, ModelNotFound
+from lamina.engine.choice_text import ChoiceText
+from lamina.engine.core import EngineCore
+from lamina.errors import InvalidRequest, ModelNotFound
+from lamina.models.config import ModelConfig
 from lamina.models.hub import resolve
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from lamina.wiring.core import build_core
 from lamina.wiring.settings import default_cache
+from lamina_lora.store import AdapterStore
+from lamina_lora.validate import validate_adapter
 
 __all__ = ["LLM", "ChoiceOutput", "RequestOutput"]
 
@@ -79,8 +81,6 @@ class LLM:
 
     def add_adapter(self, name: str, folder: str | Path) -> str:
         """Validates a PEFT folder and makes it usable as `adapter=name`; returns its digest."""
-        from lamina.models.config import ModelConfig
-
         geometry = ModelConfig.from_folder(self._folder).geometry()
         manifest = validate_adapter(Path(folder), geometry, max_rank=self._max_rank)
         self._store.publish(Path(folder), manifest.digest)
@@ -155,41 +155,32 @@ class LLM:
 
 
 class _Run:
-    """One request in flight: collects its choices' tokens and text, and stops them at stop strings."""
+    """One request in flight: collects its choices' tokens and text."""
 
     def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        params = request.sampling
+        count = request.sampling.n
         self.request = request
-        self.choices = [ChoiceOutput(index) for index in range(params.n)]
-        self._streams = [
-            TextStream(tokenizer, stop=params.stop, include_stop_str=params.include_stop_str) for _ in range(params.n)
-        ]
+        self._outputs = [ChoiceOutput(index) for index in range(count)]
+        self._texts = [ChoiceText(index, tokenizer, request.sampling) for index in range(count)]
         self._cached = 0
 
-    def take(self, event: TokenEvent, core: Any) -> int:
+    def take(self, event: TokenEvent, core: EngineCore) -> int:
         """Returns 1 if the event ended its choice. Raises EngineInternal if the engine failed on it."""
-        choice, stream = self.choices[event.index], self._streams[event.index]
-        if choice.finish_reason is not None:
+        text, output = self._texts[event.index], self._outputs[event.index]
+        if text.done:
             return 0
-        if event.error is not None:
-            raise EngineInternal(event.error.message)
-        self._cached = max(self._cached, event.cached_tokens)
-        text_ids = event.token_ids[:-1] if event.stop_token_id is not None else event.token_ids
-        delta = stream.push(text_ids)
-        used = delta.tokens_used if delta.stopped else len(event.token_ids)
-        choice.token_ids += event.token_ids[:used]
-        choice.logprobs += event.logprobs[:used]
-        choice.text += delta.text
-        if delta.stopped:
-            choice.finish_reason = FinishReason.STOP
+        delta = text.advance(event)
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.logprobs += delta.logprobs
+        output.finish_reason = delta.finish_reason
+        self._cached = max(self._cached, delta.cached_tokens)
+        if delta.stop_string is not None:
             core.cancel(self.request.request_id, event.index)
-        elif event.finish_reason is not None:
-            choice.text += stream.finish()
-            choice.finish_reason = event.finish_reason
-        return int(choice.finish_reason is not None)
+        return int(text.done)
 
     def output(self) -> RequestOutput:
-        return RequestOutput(self.request.prompt_token_ids, self.choices, self._cached)
+        return RequestOutput(self.request.prompt_token_ids, self._outputs, self._cached)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.engine.testing import InMemoryEngine, saying
 from lamina.errors import EngineInternal, EngineOverloaded, EngineUnavailable
-from lamina.gateway.completion import ChoiceDelta, stream_choices
+from lamina.gateway.completion import stream_choices
 from lamina.gateway.testing import ByteCodec
 from lamina.types import EngineFailure, FinishReason, GenerationRequest, SamplingParams
 

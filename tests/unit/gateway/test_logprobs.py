@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.gateway.completion import ChoiceDelta
+from lamina.engine.choice_text import ChoiceDelta
 from lamina.gateway.logprobs import LogprobBuffer, TextOffsets, chat_logprobs, completion_logprobs
 from lamina.gateway.testing import ByteCodec
 from lamina.types import FinishReason, TokenLogprob
