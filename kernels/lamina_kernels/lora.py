@@ -1,48 +1,143 @@
-"""Batched LoRA on torch operators: y[rows] += (x[rows] · Aᵀ) · B for each segment's adapter.
+"""Batched LoRA in plain torch: what every kernel must compute, on any device, and the fallback where none fits.
 
-Shapes of one segment of n rows at one fused site:
-
-    x [n, in]   A [R, in]          all slices' A stacked, R = sum of their real ranks: one shrink
-    h [n, R]    B_s [r_s, out_s]   one slice's B, transposed and scaled; its h are columns [first, first + r_s)
-    y [n, out]  slice s owns columns [column, column + out_s): one expand per slice, in place
+y[rows] += (x[rows] · Aᵀ) · B, each segment of rows with its own adapter. `shrink` is the first product, for all slices
+of a fused projection at once; `expand` the second, slice by slice into its columns of y.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["SiteWeights", "Slice", "add_lora"]
+__all__ = ["LoraSegments", "LoraTable", "LoraWeights", "TorchLoraTable", "expand", "shrink"]
+
+Rows = tuple[int, int]  # (first row, row after the last)
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One projection inside a fused site."""
+@dataclass(frozen=True)
+class LoraWeights:
+    """One adapter at one fused site: A [R, in] stacks its slices' A; slice s has B_s [r_s, out_s], times the scaling.
 
-    first: int  # first column of h
-    column: int  # first column of y
-    b: Tensor  # [rank, out], scaled
-
-
-@dataclass(frozen=True, slots=True)
-class SiteWeights:
-    """One adapter's weights at one fused site of one layer; only the slices that it changes."""
-
-    a: Tensor  # [sum of ranks, in]
-    slices: tuple[Slice, ...]
-
-
-def add_lora(x: Tensor, y: Tensor, segments: Sequence[tuple[int, int, SiteWeights]]) -> None:
-    """Adds each segment (start row, stop row, weights) into y [T, out] in place; x is [T, in], other rows stay.
-
-    A row's result depends only on its own segment.
+    `columns[s]` is the slice's first column in the fused output. Only the slices that the adapter changes are there:
+    R is the sum of their real ranks.
     """
-    for start, stop, weights in segments:
-        hidden = torch.mm(x[start:stop], weights.a.t())
-        rows = y[start:stop]
-        for part in weights.slices:
-            rank, width = part.b.shape
-            rows[:, part.column : part.column + width].addmm_(hidden[:, part.first : part.first + rank], part.b)
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    columns: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.b) != len(self.columns) or sum(b.shape[0] for b in self.b) != self.a.shape[0]:
+            raise ValueError("each slice needs B and a column, and A as many rows as the slices' ranks together")
+
+    @property
+    def rank(self) -> int:
+        """R: rows of A."""
+        return self.a.shape[0]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.a, *self.b))
+
+
+def shrink(x: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], h: Tensor) -> None:
+    """h[start:stop, :R_i] = x[start:stop] · A_iᵀ for each segment i; the rest of h is left as it is.
+
+    x [T, in], h [T, >= max R_i], one dtype and device.
+    """
+    for lora, (start, stop) in zip(weights, rows, strict=True):
+        torch.mm(x[start:stop], lora.a.t(), out=h[start:stop, : lora.rank])
+
+
+def expand(h: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], y: Tensor) -> None:
+    """y[start:stop, columns of s] += h[start:stop, ranks of s] · B_s for each segment and each of its slices s.
+
+    h [T, >= max R_i] from `shrink`, y [T, out].
+    """
+    for lora, (start, stop) in zip(weights, rows, strict=True):
+        first = 0
+        for b, column in zip(lora.b, lora.columns, strict=True):
+            rank, width = b.shape
+            y[start:stop, column : column + width].addmm_(h[start:stop, first : first + rank], b)
+            first += rank
+
+
+class LoraSegments:
+    """One step's rows by slot: (slot, start, stop), built once and used at every layer and site.
+
+    Raises ValueError unless segments are not empty, do not overlap and have no negative number. Rows in none of them
+    are base rows.
+    """
+
+    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+        self.slots = tuple(slot for slot, _, _ in segments)
+        self.rows: tuple[Rows, ...] = tuple((start, stop) for _, start, stop in segments)
+        self.stop = max((stop for _, stop in self.rows), default=0)
+        self.last_slot = max(self.slots, default=-1)
+        self._check()
+
+    def _check(self) -> None:
+        end = 0
+        for start, stop in sorted(self.rows):
+            if not end <= start < stop:
+                raise ValueError(f"segment [{start}, {stop}) is empty, negative or overlaps the one before it")
+            end = stop
+        if min(self.slots, default=0) < 0:
+            raise ValueError("slots are numbered from 0")
+
+    @cached_property
+    def table(self) -> Tensor:
+        """int32 [segments, 3] on the CPU, for kernels."""
+        flat = [(slot, *rows) for slot, rows in zip(self.slots, self.rows, strict=True)]
+        return torch.tensor(flat, dtype=torch.int32).view(-1, 3)
+
+
+class LoraTable(Protocol):
+    """Every loaded adapter's weights at every site, laid out as one kernel wants them.
+
+    A site index numbers the fused sites of all layers from 0. Not safe for concurrent use: it owns scratch memory.
+    """
+
+    def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
+        """Fills a slot: one entry per site index, None where the adapter changes nothing."""
+        ...
+
+    def drop(self, slot: int) -> None:
+        """Forgets the slot's weights."""
+        ...
+
+    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+        """Adds each segment's change to y [T, out] in place; x [T, in]. Rows outside every segment stay as they are."""
+        ...
+
+
+class TorchLoraTable:
+    """A LoraTable of torch's own matrix products: two or more per segment and site."""
+
+    def __init__(self, sites: int) -> None:
+        self._weights: list[dict[int, LoraWeights]] = [{} for _ in range(sites)]
+
+    def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
+        for at_site, lora in zip(self._weights, weights, strict=True):
+            at_site.pop(slot, None)
+            if lora is not None:
+                at_site[slot] = lora
+
+    def drop(self, slot: int) -> None:
+        for at_site in self._weights:
+            at_site.pop(slot, None)
+
+    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+        at_site = self._weights[site]
+        active = [(at_site[s], rows) for s, rows in zip(segments.slots, segments.rows, strict=True) if s in at_site]
+        if not active:
+            return
+        weights, rows = zip(*active, strict=True)
+        h = x.new_empty(segments.stop, max(lora.rank for lora in weights))
+        shrink(x, weights, rows, h)
+        expand(h, weights, rows, y)

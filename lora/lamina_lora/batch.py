@@ -1,20 +1,20 @@
-"""The adapters of one step: which rows run with which adapter."""
+"""One step's adapters, as the model's layers see them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from lamina_kernels.lora import SiteWeights, add_lora
-from lamina_lora.weights import AdapterWeights
+from lamina_kernels.lora import LoraSegments, LoraTable
+from lamina_lora.weights import site_index
 
 __all__ = ["LoraBatch", "Segment"]
 
 
 class Segment(NamedTuple):
-    """Rows [start, stop) of a batch run with the adapter in `slot`."""
+    """Rows [start, stop) of the step's tokens belong to the adapter in `slot`."""
 
     slot: int
     start: int
@@ -22,17 +22,21 @@ class Segment(NamedTuple):
 
 
 class LoraBatch:
-    """Built once per step, applied at every site of every layer."""
+    """Built once per step by `AdapterSlots.batch`; the layers only call `apply`.
 
-    def __init__(self, segments: Sequence[Segment], adapters: Mapping[int, AdapterWeights]) -> None:
-        """`adapters` by slot; segments do not overlap."""
-        self._by_site: dict[tuple[int, str], list[tuple[int, int, SiteWeights]]] = {}
-        for slot, start, stop in segments:
-            for key, weights in adapters[slot].sites.items():
-                self._by_site.setdefault(key, []).append((start, stop, weights))
+    `table` is None where no adapter is loaded, so that there are no segments either.
+    """
+
+    def __init__(self, table: LoraTable | None, segments: Sequence[Segment], num_tokens: int) -> None:
+        self._table = table
+        self._segments = LoraSegments(segments)
+        if self._segments.stop > num_tokens:
+            raise ValueError(f"segments end at row {self._segments.stop}, the step has {num_tokens} tokens")
 
     def apply(self, layer: int, site: str, x: Tensor, y: Tensor) -> None:
-        """Adds the adapters' part to y [T, out] in place; x [T, in]. Rows outside every segment stay."""
-        segments = self._by_site.get((layer, site))
-        if segments:
-            add_lora(x, y, segments)
+        """Adds every adapter's change at this site to y [T, out] in place, given the site's input x [T, in].
+
+        `site` is "qkv", "o", "gate_up" or "down". Inference only: autograd does not see the change.
+        """
+        if self._table is not None:
+            self._table.apply(site_index(layer, site), self._segments, x, y)

@@ -1,4 +1,4 @@
-"""Loaded adapters in slots: counted references, least recently used leave first, bounded in bytes."""
+"""The adapters in memory: reference-counted slots under a byte limit, least recently used leave first."""
 
 from __future__ import annotations
 
@@ -6,124 +6,182 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from lamina_kernels.dispatch import lora_table
+from lamina_kernels.lora import LoraTable
 from lamina_lora.batch import LoraBatch, Segment
-from lamina_lora.errors import LoraError, OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
+from lamina_lora.errors import OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
 from lamina_lora.weights import AdapterWeights
 
-__all__ = ["AdapterSlots"]
+__all__ = ["AdapterSlots", "SlotCounters"]
+
+MakeTable = Callable[[int, torch.dtype, torch.device], LoraTable]
 
 
 @dataclass(slots=True)
-class _Loaded:
+class SlotCounters:
+    """What happened since the start; only grows."""
+
+    hits: int = 0  # acquired and loaded already
+    loads: int = 0
+    loaded_bytes: int = 0
+    evictions: int = 0  # dropped to make room
+    unloads: int = 0  # dropped because asked for
+    refusals: int = 0  # OutOfAdapterMemory
+
+
+@dataclass(slots=True)
+class _Resident:
     slot: int
-    weights: AdapterWeights
+    nbytes: int
     references: int = 0
-    draining: bool = False  # unload as soon as nothing uses it
+    draining: bool = False
 
 
 class AdapterSlots:
-    """Invariant: used_bytes is the sum over loaded adapters and never exceeds the capacity; a slot number belongs
-    to one adapter from its loading to its leaving. Not thread-safe: the step loop owns it."""
+    """Every loaded adapter has a slot: a small number that batches name, free for reuse once the adapter is dropped.
 
-    def __init__(self, capacity_bytes: int, load: Callable[[str], AdapterWeights]) -> None:
-        """`load(digest)` gives the weights of an adapter that is not loaded."""
+    An adapter with references is never dropped. One without stays until its bytes are needed, or until `unload`.
+    `loader(digest)` reads an adapter (blocking; its errors pass through). One thread at a time may use this object;
+    to load without blocking it, call the loader elsewhere and hand the result to `add`.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        loader: Callable[[str], AdapterWeights],
+        *,
+        make_table: MakeTable = lambda sites, dtype, device: lora_table(sites, dtype=dtype, device=device),
+    ) -> None:
+        if capacity_bytes < 0:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}; it cannot be negative")
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
-        self.loads = 0  # counters, only grow
-        self.evictions = 0
-        self._load = load
-        self._by_digest: OrderedDict[str, _Loaded] = OrderedDict()  # least recently acquired first
-        self._digest_of: dict[int, str] = {}
-        self._free_slots: list[int] = []
+        self.counters = SlotCounters()
+        self._loader = loader
+        self._make_table = make_table
+        self._table: LoraTable | None = None
+        self._residents: OrderedDict[str, _Resident] = OrderedDict()  # least recently used first
+        self._digests: list[str | None] = []  # by slot; None: free
 
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._by_digest
+    @property
+    def used_bytes(self) -> int:
+        return sum(resident.nbytes for resident in self._residents.values())
 
-    def loaded(self) -> list[str]:
-        """Digests, least recently acquired first."""
-        return list(self._by_digest)
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Digests in memory, least recently used first."""
+        return tuple(self._residents)
+
+    def references(self, digest: str) -> int:
+        """How often the adapter is acquired; 0 too if it is not loaded."""
+        resident = self._residents.get(digest)
+        return resident.references if resident else 0
 
     def acquire(self, digest: str) -> int:
-        """The adapter's slot, held once more; loads it if need be.
+        """The adapter's slot, loaded if need be, and kept until `release`.
 
-        Raises OutOfAdapterMemory if adapters in use leave too little room, and what `load` raises.
+        Raises OutOfAdapterMemory when it does not fit beside the adapters in use; nothing has changed then.
         """
-        entry = self._by_digest.get(digest) or self._bring(digest)
-        entry.references += 1
-        entry.draining = False
-        self._by_digest.move_to_end(digest)
-        return entry.slot
-
-    def _bring(self, digest: str) -> _Loaded:
-        weights = self._load(digest)
-        self._make_room(weights.nbytes)
-        slot = self._free_slots.pop() if self._free_slots else len(self._by_digest)
-        entry = self._by_digest[digest] = _Loaded(slot, weights)
-        self._digest_of[slot] = digest
-        self.used_bytes += weights.nbytes
-        self.loads += 1
-        return entry
-
-    def _make_room(self, need: int) -> None:
-        idle = [(name, entry) for name, entry in self._by_digest.items() if entry.references == 0]
-        room = self.capacity_bytes - self.used_bytes + sum(entry.weights.nbytes for _, entry in idle)
-        if need > room:
-            raise OutOfAdapterMemory(need=need, have=room, limit=self.capacity_bytes)
-        for name, _ in idle:
-            if self.used_bytes + need <= self.capacity_bytes:
-                return
-            self._drop(name)
-            self.evictions += 1
+        if digest in self._residents:
+            self.counters.hits += 1
+        else:
+            self.add(self._loader(digest), digest)
+        resident = self._residents[digest]
+        resident.references += 1
+        self._residents.move_to_end(digest)
+        return resident.slot
 
     def release(self, digest: str) -> None:
-        """Gives back one reference. Raises LoraError if there is none."""
-        entry = self._by_digest.get(digest)
-        if entry is None or entry.references == 0:
-            raise LoraError(f"adapter {digest[:12]} is released more often than it was acquired")
-        entry.references -= 1
-        if entry.draining and entry.references == 0:
+        """Gives back one `acquire`; KeyError without one."""
+        resident = self._residents[digest]
+        if resident.references < 1:
+            raise KeyError(digest)
+        resident.references -= 1
+        if resident.draining and not resident.references:
             self._drop(digest)
+            self.counters.unloads += 1
 
-    def unload(self, digest: str) -> None:
-        """Drops the adapter now, or when the last reference goes. Unknown digests are ignored."""
-        entry = self._by_digest.get(digest)
-        if entry is None:
+    def add(self, weights: AdapterWeights, digest: str | None = None) -> None:
+        """Takes in loaded weights, without a reference; evicts as `acquire` does. Nothing happens if they are here."""
+        digest = digest or weights.digest
+        if digest in self._residents:
             return
-        entry.draining = True
-        if entry.references == 0:
-            self._drop(digest)
+        self._make_room(weights.nbytes)
+        slot = self._free_slot()
+        self._table_for(weights).put(slot, weights.sites)
+        self._digests[slot] = digest
+        self._residents[digest] = _Resident(slot, weights.nbytes)
+        self.counters.loads += 1
+        self.counters.loaded_bytes += weights.nbytes
 
-    def _drop(self, digest: str) -> None:
-        entry = self._by_digest.pop(digest)
-        del self._digest_of[entry.slot]
-        self._free_slots.append(entry.slot)
-        self.used_bytes -= entry.weights.nbytes
+    def unload(self, digest: str) -> bool:
+        """Drops the adapter now, or when its last user releases it. False if it is not loaded.
+
+        Until then it can still be acquired, by requests that were accepted before.
+        """
+        resident = self._residents.get(digest)
+        if resident is None:
+            return False
+        resident.draining = True
+        if not resident.references:
+            self._drop(digest)
+            self.counters.unloads += 1
+        return True
 
     def batch(self, segments: Sequence[Segment], num_tokens: int) -> LoraBatch:
-        """The adapters of one step over `num_tokens` rows. Raises SlotEmpty for a slot that nobody holds."""
-        adapters = {}
+        """One step's adapters: rows [start, stop) of x belong to the adapter in `slot`; the other rows are base rows.
+
+        Raises SlotEmpty for a slot without an acquired adapter and ValueError for segments
+        that are empty, overlap or exceed num_tokens. Use the batch before the next release.
+        """
         for segment in segments:
-            digest = self._digest_of.get(segment.slot)
-            if digest is None or self._by_digest[digest].references == 0:
-                raise SlotEmpty(segment.slot)
-            if not 0 <= segment.start < segment.stop <= num_tokens:
-                raise ValueError(f"{segment} does not lie within {num_tokens} rows")
-            adapters[segment.slot] = self._by_digest[digest].weights
-        return LoraBatch(segments, adapters)
+            self._check_slot(segment.slot)
+        return LoraBatch(self._table, segments, num_tokens)
 
     def check_integrity(self) -> None:
-        """Raises SlotsCorrupt if bytes, slots or references contradict each other."""
-        slots = [entry.slot for entry in self._by_digest.values()]
-        used = sum(entry.weights.nbytes for entry in self._by_digest.values())
-        problems = {
-            "bytes do not add up": used != self.used_bytes,
-            "more bytes than the capacity": used > self.capacity_bytes,
-            "a slot is used twice or both used and free": len({*slots, *self._free_slots})
-            != len(slots) + len(self._free_slots),
-            "slot numbers and adapters differ": self._digest_of != {e.slot: d for d, e in self._by_digest.items()},
-            "a negative reference count": any(entry.references < 0 for entry in self._by_digest.values()),
-            "a drained adapter is still here": any(e.draining and not e.references for e in self._by_digest.values()),
-        }
-        found = [what for what, wrong in problems.items() if wrong]
-        if found:
-            raise SlotsCorrupt("; ".join(found))
+        """Raises SlotsCorrupt unless slots, references and bytes agree with each other."""
+        by_slot = {slot: digest for slot, digest in enumerate(self._digests) if digest is not None}
+        if by_slot != {resident.slot: digest for digest, resident in self._residents.items()}:
+            raise SlotsCorrupt("slots and loaded adapters do not match")
+        if self.used_bytes > self.capacity_bytes:
+            raise SlotsCorrupt(f"{self.used_bytes} bytes are used, the limit is {self.capacity_bytes}")
+        for digest, resident in self._residents.items():
+            if resident.references < 0 or (resident.draining and not resident.references):
+                raise SlotsCorrupt(f"adapter {digest} has {resident.references} references and should be gone")
+        gone = self.counters.evictions + self.counters.unloads
+        if self.counters.loads - gone != len(self._residents):
+            raise SlotsCorrupt("loads, evictions and unloads do not add up")
+
+    def _check_slot(self, slot: int) -> None:
+        digest = self._digests[slot] if 0 <= slot < len(self._digests) else None
+        if digest is None or not self._residents[digest].references:
+            raise SlotEmpty(slot)
+
+    def _make_room(self, need: int) -> None:
+        held = sum(resident.nbytes for resident in self._residents.values() if resident.references)
+        if held + need > self.capacity_bytes:
+            self.counters.refusals += 1
+            raise OutOfAdapterMemory(need=need, have=self.capacity_bytes - held, limit=self.capacity_bytes)
+        idle = [digest for digest, resident in self._residents.items() if not resident.references]
+        for digest in idle:
+            if self.used_bytes + need <= self.capacity_bytes:
+                break
+            self._drop(digest)
+            self.counters.evictions += 1
+
+    def _drop(self, digest: str) -> None:
+        slot = self._residents.pop(digest).slot
+        self._digests[slot] = None
+        if self._table is not None:
+            self._table.drop(slot)
+
+    def _free_slot(self) -> int:
+        if None not in self._digests:
+            self._digests.append(None)
+        return self._digests.index(None)
+
+    def _table_for(self, weights: AdapterWeights) -> LoraTable:
+        if self._table is None:
+            self._table = self._make_table(len(weights.sites), weights.dtype, weights.device)
+        return self._table

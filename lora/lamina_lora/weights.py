@@ -1,68 +1,109 @@
-"""An adapter's weights, ready to be applied: stacked by fused site, at real rank, scaled."""
+"""One adapter's weights in memory, per layer and fused site, in real ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from lamina_kernels.lora import SiteWeights, Slice
+from lamina_kernels.lora import LoraWeights
+from lamina_lora.errors import AdapterRejected
 from lamina_lora.geometry import SITES, BaseGeometry
+from lamina_lora.report import Report
+from lamina_lora.safetensors_header import TensorEntry
 from lamina_lora.validate import WEIGHTS_NAME, AdapterManifest, AdapterModule, validate_adapter
 
-__all__ = ["AdapterWeights", "load_adapter"]
+__all__ = ["AdapterWeights", "load_adapter", "site_index"]
+
+_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SITE_NUMBER: Mapping[str, int] = {site: number for number, site in enumerate(SITES)}
 
 
-@dataclass(frozen=True, slots=True)
+def site_index(layer: int, site: str) -> int:
+    """Numbers the fused sites of all layers from 0, layer by layer."""
+    return layer * len(_SITE_NUMBER) + _SITE_NUMBER[site]
+
+
+@dataclass(frozen=True)
 class AdapterWeights:
-    """By (layer, site); sites that the adapter leaves alone are absent."""
+    """`sites[site_index(layer, site)]` is the adapter there, None where it changes nothing. B holds the scaling."""
 
-    sites: Mapping[tuple[int, str], SiteWeights]
-    nbytes: int
+    digest: str
+    sites: tuple[LoraWeights | None, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(lora.nbytes for lora in self.sites if lora is not None)
 
 
 def load_adapter(
-    folder: Path, geometry: BaseGeometry, *, dtype: torch.dtype, device: torch.device, max_rank: int = 1 << 16
+    folder: Path,
+    geometry: BaseGeometry,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    *,
+    max_rank: int = 256,
+    digest: str | None = None,
 ) -> AdapterWeights:
-    """Validates the folder again (the store is on disk, where anything may happen) and loads it.
+    """Validates and reads an adapter folder, converted to `dtype` on `device`.
 
-    Products of B and the scaling are rounded once, from float32. Raises AdapterRejected.
+    Raises AdapterRejected with all violations: those of `validate_adapter`, values that overflow `dtype`, and, if
+    `digest` is given, contents that do not have it any more.
     """
     manifest = validate_adapter(folder, geometry, max_rank=max_rank)
-    sites: dict[tuple[int, str], SiteWeights] = {}
-    with safe_open(folder / WEIGHTS_NAME, framework="pt", device=str(device)) as file:
-        for layer in range(geometry.num_layers):
-            for site, targets in SITES.items():
-                stacked = _stack(file, manifest, geometry, layer, targets, dtype)
-                if stacked is not None:
-                    sites[layer, site] = stacked
-    return AdapterWeights(sites, sum(_nbytes(site) for site in sites.values()))
+    if digest is not None and manifest.digest != digest:
+        raise AdapterRejected([f"the stored adapter changed: its digest is {manifest.digest}, not {digest}"])
+    report = Report()
+    with (folder / WEIGHTS_NAME).open("rb") as file:
+        reader = _Reader(file.fileno(), dtype, torch.device(device), report)
+        sites = tuple(
+            _site(manifest, geometry, layer, site, reader) for layer in range(geometry.num_layers) for site in SITES
+        )
+    report.raise_if_any()
+    return AdapterWeights(manifest.digest, sites, dtype, torch.device(device))
 
 
-def _stack(  # type: ignore[no-untyped-def]  # safetensors ships no type for the open file
-    file,
-    manifest: AdapterManifest,
-    geometry: BaseGeometry,
-    layer: int,
-    targets: tuple[str, ...],
-    dtype: torch.dtype,
-) -> SiteWeights | None:
-    down, slices, first = [], [], 0
-    for target in targets:
-        module: AdapterModule | None = manifest.modules.get(geometry.module_name(layer, target))
-        if module is None:
-            continue
-        down.append(file.get_tensor(module.a.name).to(dtype))
-        up = file.get_tensor(module.b.name).float().t().mul(module.lora.scaling)
-        slices.append(Slice(first, geometry.column_of(target), up.to(dtype).contiguous()))
-        first += module.lora.rank
-    return SiteWeights(torch.cat(down), tuple(slices)) if down else None
+class _Reader:
+    """Reads tensors of one open file and converts them."""
+
+    def __init__(self, file: int, dtype: torch.dtype, device: torch.device, report: Report) -> None:
+        self.file, self.dtype, self.device, self.report = file, dtype, device, report
+
+    def read(self, entry: TensorEntry, scaling: float = 1.0) -> Tensor:
+        raw = bytearray(entry.stop - entry.start)
+        if os.preadv(self.file, [raw], entry.start) != len(raw):
+            raise AdapterRejected([f"{WEIGHTS_NAME} was truncated while it was read"])
+        exact = torch.frombuffer(raw, dtype=_DTYPES[entry.dtype]).view(entry.shape).float() * scaling
+        value = exact.to(self.dtype)
+        if not bool(torch.isfinite(value).all()):
+            self.report.add(f"tensor {entry.name} with its scaling of {scaling:g} overflows {self.dtype}")
+        return value.to(self.device)
 
 
-def _nbytes(site: SiteWeights) -> int:
-    tensors: list[Tensor] = [site.a, *(part.b for part in site.slices)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _site(
+    manifest: AdapterManifest, geometry: BaseGeometry, layer: int, site: str, reader: _Reader
+) -> LoraWeights | None:
+    slices = [
+        (target, module)
+        for target in SITES[site]
+        if (module := manifest.modules.get(geometry.module_name(layer, target))) is not None
+    ]
+    if not slices:
+        return None
+    return LoraWeights(
+        a=torch.cat([reader.read(module.a) for _, module in slices]),
+        b=tuple(_b(module, reader) for _, module in slices),
+        columns=tuple(geometry.column_of(target) for target, _ in slices),
+    )
+
+
+def _b(module: AdapterModule, reader: _Reader) -> Tensor:
+    """[rank, out], contiguous: the transpose of PEFT's lora_B, times the scaling."""
+    return reader.read(module.b, module.lora.scaling).t().contiguous()
