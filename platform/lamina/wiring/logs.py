@@ -38,7 +38,8 @@ def set_up_logging(level: str) -> None:
 
 def _formatter(*, for_people: bool) -> logging.Formatter:
     render: list[Processor] = (
-        [structlog.dev.ConsoleRenderer()]
+        # Not the pretty tracebacks: they print local variables, so perhaps keys, and take seconds each.
+        [structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)]
         if for_people
         else [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     )
