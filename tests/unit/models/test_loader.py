@@ -123,7 +123,7 @@ VIOLATIONS: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "missing head": (lambda w: w.pop("lm_head.weight"), "lm_head.weight is missing"),
     "unknown": (lambda w: w.update({"model.layers.2.norm": torch.ones(1)}), "layers.2.norm is unknown"),
     "bias": (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}), "q_proj.bias is unknown"),
-    "transposed": (lambda w: w.update({DOWN: w[DOWN].mT.contiguous()}), rf"{DOWN} has .*\[24, 16\] instead of \[16, 24\]"),
+    "transposed": (lambda w: w.update({DOWN: w[DOWN].mT.contiguous()}), rf"{DOWN} has .*24, 16\] instead of \[16"),
     "flat": (lambda w: w.update({Q: w[Q].flatten()}), rf"{Q} has shape \[256\]"),
     "integers": (lambda w: w.update({Q: w[Q].to(torch.int8)}), f"{Q} is stored as I8; supported: F32, F16, BF16, F64"),
     "float8": (lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)}), f"{Q} is stored as F8_E4M3"),
@@ -260,8 +260,6 @@ def test_loaded_weights_do_not_depend_on_the_files_afterwards(tmp_path: Path) ->
     """The files may be replaced while the model runs."""
     model = load(write(tmp_path))
     before = logits_of(model, IDS)
-    save_file(
-        {name: tensor * 2 for name, tensor in load_file(tmp_path / "model.safetensors").items()}, tmp_path / "new"
-    )
-    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
     assert torch.equal(before, logits_of(model, IDS))
