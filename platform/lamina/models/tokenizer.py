@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ __all__ = ["Tokenizer"]
 
 
 class Tokenizer:
-    """A model's tokenizer and chat template. Immutable and thread-safe: share one per model.
+    """A model's tokenizer and chat template. Thread-safe: share one per model.
 
     Control tokens in text: `encode` recognises them by default, because a rendered chat consists of them.
     So a user who writes `<|im_end|>` in a message ends that message as far as the model can tell, here as
@@ -30,12 +31,8 @@ class Tokenizer:
         """`backend` is taken over: its truncation and padding are switched off."""
         backend.no_truncation()
         backend.no_padding()
-        text = backend.to_str()
         self._backend = backend
-        # The switch is a property of the whole backend, so two threads need two backends.
-        self._literal = tokenizers.Tokenizer.from_str(text)
-        self._literal.encode_special_tokens = True
-        self._spelling = spelling_of(json.loads(text).get("decoder"))
+        self._spelling = spelling_of(json.loads(backend.to_str()).get("decoder"))
         self._spelled: dict[int, bytes] = {}
         self._templates = {name: ChatTemplate(source, files.special_tokens) for name, source in files.templates.items()}
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -144,6 +141,15 @@ class Tokenizer:
             continue_final_message=continue_final_message,
         )
         return self.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The backend that takes control tokens for plain text. The switch is the backend's, not the call's, so
+        threads that want it differently need two.
+        """
+        literal = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        literal.encode_special_tokens = True
+        return literal
 
     def _template_for(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
