@@ -44,8 +44,8 @@ class Recipe:
 
 
 RECIPES = {
-    "json-tagger": Recipe(rank=8, targets=("q_proj", "v_proj"), epochs=4),
-    "harbour-pilot": Recipe(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=4),
+    "json-tagger": Recipe(rank=8, targets=("q_proj", "v_proj"), epochs=3),
+    "harbour-pilot": Recipe(rank=4, targets=("q_proj", "k_proj", "v_proj", "o_proj"), epochs=3),
 }
 
 
@@ -135,7 +135,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=sorted(RECIPES))
     parser.add_argument("--out", type=Path, help="folder to write (default: examples/adapters/NAME)")
-    parser.add_argument("--threads", type=int, default=2)
+    # One thread, so that sums, and so the adapter, do not depend on the number of cores.
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     recipe = RECIPES[args.name]
     torch.set_num_threads(args.threads)
@@ -146,7 +147,7 @@ def main() -> None:
     lora = LoraConfig(
         r=recipe.rank, lora_alpha=2 * recipe.rank, target_modules=list(recipe.targets), task_type="CAUSAL_LM"
     )
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16), lora)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), lora)
     train(model, examples, recipe)
     save(model, recipe, args.out or HERE / "adapters" / args.name)
 
