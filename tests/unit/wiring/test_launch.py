@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from lamina.config import EngineConfig
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.launch import Launch, new_identity
+from lamina.wiring.process import EngineProcess
 from lamina.wiring.runtime import runtime_directory
 from lamina.wiring.supervisor import Backoff
 
@@ -57,3 +60,25 @@ def test_backoff_doubles_up_to_its_limit() -> None:
     backoff = Backoff(first_s=0.5, limit_s=30)
     assert [backoff.delay_s(n) for n in (1, 2, 3, 4)] == [0.5, 1, 2, 4]
     assert backoff.delay_s(10_000) == 30
+
+
+_ECHO = """
+import json, os, sys
+sys.stdin.read()
+print(json.dumps(dict(os.environ)), file=open(sys.argv[1], "w"))
+"""
+
+
+@pytest.mark.parametrize("policy", [None, "ACTIVE"])
+async def test_the_engine_learns_nothing_from_our_environment(tmp_path: Path, policy: str | None) -> None:
+    """No LAMINA_ variable, which may hold a password, reaches it; OpenMP waits passively unless told otherwise."""
+    environment = {"LAMINA_DATABASE_URL": "postgresql://u:secret@h/d", "PATH": os.environ["PATH"]}
+    if policy:
+        environment["OMP_WAIT_POLICY"] = policy
+    config = EngineConfig(model=Path("/nowhere"), adapters=Path("/nowhere"))
+    launch = Launch(address="ipc:///x", identity=b"x", parent=os.getpid(), config=config)
+    process = EngineProcess(launch, [sys.executable, "-c", _ECHO, str(tmp_path / "out")], environment)
+    assert await process.wait() == 0
+    seen = json.loads((tmp_path / "out").read_text())
+    assert not [name for name in seen if name.startswith("LAMINA_")]
+    assert seen["OMP_WAIT_POLICY"] == (policy or "PASSIVE")
