@@ -37,9 +37,7 @@ def make(request: pytest.FixtureRequest) -> Make:
     return request.param  # type: ignore[no-any-return]
 
 
-def lora(
-    ranks: tuple[int, ...], slices: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32
-) -> LoraWeights:
+def lora(ranks: tuple[int, ...], slices: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> LoraWeights:
     generator = torch.Generator().manual_seed(seed)
     return LoraWeights(
         a=(torch.randn(sum(ranks), IN, generator=generator) / IN**0.5).to(dtype),
@@ -200,7 +198,7 @@ def test_torch_functions_match_the_oracle_in_float64() -> None:
 )
 def test_bad_segments_are_refused(segments: list[tuple[int, int, int]]) -> None:
     """Segments are checked once, when the batch is built."""
-    with pytest.raises(ValueError, match="segment|slots"):
+    with pytest.raises(ValueError, match=r"segment|slots"):
         LoraSegments(segments)
 
 
