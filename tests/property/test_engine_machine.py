@@ -6,11 +6,11 @@ import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.types import FinishReason, GenerationRequest
 
 _SCRATCH = TemporaryDirectory(prefix="lamina-tests-")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from lamina.errors import EngineInternal, NotFound
+from lamina_kernels.lora import LoraTable
 from lamina_lora.errors import LoraError, OutOfAdapterMemory
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.store import AdapterStore
@@ -17,17 +18,19 @@ __all__ = ["AdapterLoads"]
 class AdapterLoads:
     """`AdapterGate` of the scheduler. The slots belong to the step loop; only `load` runs elsewhere."""
 
-    def __init__(self, store: AdapterStore, load: Callable[[str], AdapterWeights], *, capacity_bytes: int) -> None:
+    def __init__(
+        self, store: AdapterStore, load: Callable[[str], AdapterWeights], table: LoraTable, *, capacity_bytes: int
+    ) -> None:
         """`load(digest)` reads and prepares weights; it may take seconds and must not touch the slots."""
         self._store = store
         self._load = load
         self._pending: dict[str, Future[AdapterWeights]] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
-        self.slots = AdapterSlots(capacity_bytes, self._arrived)
+        self.slots = AdapterSlots(capacity_bytes, self._arrived, make_table=lambda *_: table)
 
     def check(self, digest: str) -> None:
         """Raises NotFound unless the adapter is in the store or loaded."""
-        if digest not in self.slots.loaded() and not self._store.contains(digest):
+        if digest not in self.slots.loaded and not self._store.contains(digest):
             raise NotFound(f"No adapter with the digest {digest!r} is in the store; upload it again.", param="model")
 
     def try_acquire(self, digest: str) -> int | None:
@@ -35,7 +38,7 @@ class AdapterLoads:
 
         Raises EngineInternal if it cannot be loaded or is larger than all adapter memory.
         """
-        if digest not in self.slots.loaded():
+        if digest not in self.slots.loaded:
             if digest not in self._pending:
                 self._pending[digest] = self._threads.submit(self._load, digest)
             if not self._pending[digest].done():
@@ -65,7 +68,7 @@ class AdapterLoads:
         self.slots.unload(digest)
 
     def loaded(self) -> list[str]:
-        return list(self.slots.loaded())
+        return list(self.slots.loaded)
 
     def wait(self, *, seconds: float) -> None:
         """Until something has loaded, at most `seconds`: for a loop that has nothing else to do."""

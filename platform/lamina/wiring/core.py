@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 import psutil
 import torch
-from lamina_lora.store import AdapterStore
-from lamina_lora.weights import load_adapter
 
 from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
@@ -24,8 +22,12 @@ from lamina.models.digest import model_digest
 from lamina.models.interface import CausalLM
 from lamina.models.loader import load_model
 from lamina.types import EngineInfo
+from lamina_kernels.dispatch import lora_table
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
+from lamina_lora.geometry import SITES
+from lamina_lora.store import AdapterStore
+from lamina_lora.weights import load_adapter
 
 __all__ = ["assemble", "build_core", "choose_device", "choose_dtype"]
 
@@ -96,7 +98,10 @@ def assemble(
     store, geometry = AdapterStore(config.adapters), shape.geometry()
     loads = AdapterLoads(
         store,
-        lambda digest: load_adapter(store.path(digest), geometry, dtype=dtype, device=device),
+        lambda digest: load_adapter(
+            store.path(digest), geometry, dtype, device, max_rank=config.max_lora_rank, digest=digest
+        ),
+        lora_table(len(SITES) * shape.num_layers, dtype=dtype, device=device),  # may compile: now, not in a step
         capacity_bytes=config.adapter_bytes,
     )
     scheduler = Scheduler(
