@@ -7,11 +7,14 @@ import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lamina
 from lamina.errors import ConfigurationInvalid, Conflict, InvalidAdapter, Unauthenticated
 from lamina.tenancy.principal import Scope
-from lamina.wiring.services import Services
+
+if TYPE_CHECKING:  # it loads sqlalchemy, and `demo_adapters` is called before the engine starts
+    from lamina.wiring.services import Services
 
 __all__ = ["DEMO_TENANTS", "DemoAccess", "demo_adapters", "seed_demo"]
 

@@ -25,6 +25,7 @@ import uvloop
 from lamina.config import EngineConfig
 from lamina.engine.client import ZmqEngineClient
 from lamina.errors import EngineUnavailable
+from lamina.wiring.demo import DemoAccess, demo_adapters, seed_demo
 from lamina.wiring.launch import Launch
 from lamina.wiring.listener import base_url, listen
 from lamina.wiring.process import ENGINE_COMMAND, EngineProcess
@@ -34,8 +35,6 @@ from lamina.wiring.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from lamina.wiring.demo import DemoAccess
 
 __all__ = ["serve"]
 
@@ -61,6 +60,7 @@ def serve(
     Raises LaminaError if it cannot start, or the engine cannot.
     """
     started = time.monotonic()
+    adapters = demo_adapters() if demo else None
     with _terminable(), listen(settings.host, settings.port) as listener:
         engine = settings.engine(find_model())
         with runtime_directory() as runtime:
@@ -74,7 +74,7 @@ def serve(
                 supervisor=supervisor,
                 listener=listener,
                 runtime=runtime,
-                demo=demo,
+                demo=adapters,
                 say=say,
                 started=started,
             )
@@ -99,7 +99,7 @@ class _House:
     supervisor: EngineSupervisor
     listener: socket.socket
     runtime: Path
-    demo: bool
+    demo: Path | None  # the demo's adapters, if it is wanted
     say: Callable[[str], None]
     started: float
 
@@ -130,14 +130,13 @@ class _House:
     async def _operate(self) -> None:
         """Serves HTTP until cancelled, then ends gracefully."""
         # Imported here because it takes a second or two, in which the engine loads the model already.
-        from lamina.wiring.demo import demo_adapters, seed_demo
         from lamina.wiring.gateway import build_gateway
         from lamina.wiring.services import open_services
 
         tenancy = self.settings.tenancy()
         async with open_services(tenancy, self.engine) as services:
             await services.adapters.reconcile()  # a crash may have left files that no row owns
-            access = await seed_demo(services, home=tenancy.home, adapters=demo_adapters()) if self.demo else []
+            access = await seed_demo(services, home=tenancy.home, adapters=self.demo) if self.demo else []
             app = await build_gateway(
                 self.client, services, gateway=self.settings.gateway(), tenancy=tenancy, engine=self.engine
             )
