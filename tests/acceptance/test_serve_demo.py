@@ -59,7 +59,7 @@ def demo(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         assert not [child for child in children if child.is_running()]
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def ask(client: openai.OpenAI, model: str, text: str = "The ferry to Oslo leaves at nine.") -> str:
