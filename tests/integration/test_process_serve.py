@@ -128,6 +128,7 @@ def test_a_ready_server_answers_and_recovers_from_a_dead_engine(demo_model: Path
 
         engine = server.engine
         with client.stream("POST", "/v1/chat/completions", json=body(900_000, stream=True)) as stream:
+            assert stream.status_code == 200, stream.read()
             lines = stream.iter_lines()
             next(lines)
             engine.kill()
@@ -149,6 +150,7 @@ def test_sigterm_under_load_ends_streams_and_leaves_nothing(demo_model: Path, ho
         sockets = home / "run"
         assert [folder.stat().st_mode & 0o777 for folder in sockets.iterdir()] == [0o700]
         with client.stream("POST", "/v1/chat/completions", json=body(900_000, stream=True)) as stream:
+            assert stream.status_code == 200, stream.read()
             lines = stream.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
