@@ -72,6 +72,4 @@ class RequestStream:
 
     def _failed(self, failure: EngineFailure) -> Iterator[TokenEvent]:
         for index in sorted(self._unfinished):
-            yield TokenEvent(
-                request_id=self.request_id, index=index, finish_reason=FinishReason.ERROR, error=failure
-            )
+            yield TokenEvent(request_id=self.request_id, index=index, finish_reason=FinishReason.ERROR, error=failure)
