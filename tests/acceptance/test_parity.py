@@ -92,14 +92,14 @@ def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Exp
 def test_the_adapters_matter(
     expected: list[Expected], work: list[tuple[list[int], str | None]], demo_model: Path
 ) -> None:
-    """Guards the suite itself: under every adapter the answer differs from the base model's."""
+    """Guards the suite itself: under every random adapter the answer soon differs from the base model's."""
     oracle = Oracle(demo_model, {})
     same = [
         adapter
-        for (prompt, adapter), theirs in zip(work, expected, strict=True)
-        if adapter is not None and oracle.greedy(prompt, NEW_TOKENS, None).tokens == theirs.tokens
+        for (prompt, adapter), theirs in list(zip(work, expected, strict=True))[:9]
+        if adapter in ADAPTERS and oracle.greedy(prompt, 8, None).tokens == theirs.tokens[:8]
     ]
-    assert len(same) <= 2, same  # a trained demo adapter may keep a continuation unchanged
+    assert not same
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def plain(demo_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
 
 
 def test_alone(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
-    """One request at a time."""
-    for item, theirs in zip(work, expected, strict=True):
+    """One request at a time: the base and every adapter."""
+    for item, theirs in list(zip(work, expected, strict=True))[:9]:
         check(plain, [item], [theirs])
 
 
@@ -119,7 +119,7 @@ def test_mixed_in_one_batch(plain: LLM, work: list[tuple[list[int], str | None]]
     check(plain, work, expected)
 
 
-@pytest.mark.parametrize("chunk", [16, 48, 128, 2048])
+@pytest.mark.parametrize("chunk", [16, 128, 2048])
 def test_chunked_and_cached(
     chunk: int,
     demo_model: Path,
@@ -143,6 +143,7 @@ def test_preempted(
     expected: list[Expected],
 ) -> None:
     """A pool too small for the batch forces preemption by recompute; the output stays the same."""
-    with engine(demo_model, adapters, num_blocks=28, max_batch_tokens=64, max_running=16, prefix_caching=cache) as llm:
+    small = {"block_size": 4, "num_blocks": 112, "max_batch_tokens": 64, "max_running": 16}
+    with engine(demo_model, adapters, prefix_caching=cache, **small) as llm:
         check(llm, work, expected)
         assert llm.core.stats().preemptions > 0

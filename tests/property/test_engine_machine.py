@@ -41,9 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(chunk=st.sampled_from([4, 16, 40]), blocks=st.integers(8, 20), cache=st.booleans())
     def start(self, chunk: int, blocks: int, cache: bool) -> None:
-        self.core = tiny_core(
-            _STORE, num_blocks=blocks, max_batch_tokens=chunk, max_running=4, prefix_caching=cache
-        )
+        self.core = tiny_core(_STORE, num_blocks=blocks, max_batch_tokens=chunk, max_running=4, prefix_caching=cache)
         self.requests: dict[str, GenerationRequest] = {}
         self.cancelled: set[str] = set()
         self.tokens: dict[tuple[str, int], list[int]] = {}

@@ -113,9 +113,7 @@ def test_chunking_never_changes_identities(ids: list[int], block_size: int, cuts
     st.lists(st.integers(0, 2), max_size=24),
     st.integers(1, 4),
 )
-def test_chains_agree_exactly_as_far_as_their_tokens(
-    one: list[int], other: list[int], block_size: int
-) -> None:
+def test_chains_agree_exactly_as_far_as_their_tokens(one: list[int], other: list[int], block_size: int) -> None:
     """Equal identities for common full blocks, different ones ever after, also where tokens meet again."""
     first, second = IdentityChain(ROOT, block_size), IdentityChain(ROOT, block_size)
     first.extend(one)

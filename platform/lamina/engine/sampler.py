@@ -86,9 +86,7 @@ class Sampler:
                 if np.isfinite(peaks[row]):
                     sampled[row] = self._sample_row(rows[row], sampled[row].token_id, state, uniform)
 
-    def _sample_row(
-        self, row: NDArray[np.float32], best: int, state: SamplingState, uniform: float
-    ) -> Sampled:
+    def _sample_row(self, row: NDArray[np.float32], best: int, state: SamplingState, uniform: float) -> Sampled:
         original = row
         if state.edits:
             if state.params.logprobs is not None:

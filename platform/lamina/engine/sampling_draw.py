@@ -47,9 +47,7 @@ class RowBuffers:
         return self.weights
 
 
-def draw(
-    row: NDArray[np.float32], peak: float, params: SamplingParams, uniform: float, buffers: RowBuffers
-) -> int:
+def draw(row: NDArray[np.float32], peak: float, params: SamplingParams, uniform: float, buffers: RowBuffers) -> int:
     """The token at `uniform` in [0, 1) of the filtered distribution, tokens in the order of their ids.
 
     `row` [V] holds edited logits whose largest value `peak` is finite; temperature is > 0. Tokens with a

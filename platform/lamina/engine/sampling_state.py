@@ -117,9 +117,7 @@ class SamplingState:
     def append(self, token_id: int) -> None:
         """Records an accepted token; O(1). Raises ValueError for an id outside of the vocabulary."""
         if not 0 <= token_id < self._vocab_size:
-            raise ValueError(
-                f"token id {token_id} is outside of the vocabulary (0 to {self._vocab_size - 1})"
-            )
+            raise ValueError(f"token id {token_id} is outside of the vocabulary (0 to {self._vocab_size - 1})")
         self.position += 1
         if self.history is not None:
             self.history.append(token_id)
@@ -141,9 +139,7 @@ def _history(params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> 
     return None
 
 
-def _forbidden(
-    params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int
-) -> NDArray[np.int64] | None:
+def _forbidden(params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int) -> NDArray[np.int64] | None:
     if params.min_tokens <= 0:
         return None
     # A tokenizer may name end tokens that this model has no logit for; those cannot come anyway.

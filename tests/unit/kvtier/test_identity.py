@@ -60,9 +60,7 @@ def test_identities_are_pinned() -> None:
     """Stored blocks outlive a process: these values may change only together with FORMAT."""
     assert identity.FORMAT == "lamina-kv/1"
     assert ROOT.hex() == "d257e67ae3f994a445e00c0f573100aaf0a292033f70417dd388c959af03aa26"
-    assert (
-        child_id(ROOT, range(16)).hex() == "ae22040e447ddb641e433540cc39935707169da5eae7dfbadd20543459bdbdac"
-    )
+    assert child_id(ROOT, range(16)).hex() == "ae22040e447ddb641e433540cc39935707169da5eae7dfbadd20543459bdbdac"
 
 
 def test_without_blake3_another_hash_with_another_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
