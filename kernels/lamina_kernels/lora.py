@@ -14,7 +14,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["LoraSegments", "LoraTable", "LoraWeights", "TorchLoraTable", "expand", "shrink"]
+__all__ = [
+    "LoraSegments",
+    "LoraTable",
+    "LoraWeights",
+    "PreparedLora",
+    "TorchLora",
+    "TorchLoraTable",
+    "expand",
+    "shrink",
+]
 
 Rows = tuple[int, int]  # (first row, row after the last)
 
@@ -97,14 +106,26 @@ class LoraSegments:
         return torch.tensor(flat, dtype=torch.int32).view(-1, 3)
 
 
+class PreparedLora(Protocol):
+    """One adapter at every site, laid out for the kind of table that prepared it."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class LoraTable(Protocol):
     """Every loaded adapter's weights at every site, laid out as one kernel wants them.
 
-    A site index numbers the fused sites of all layers from 0. Not safe for concurrent use: it owns scratch memory.
+    A site index numbers the fused sites of all layers from 0. Not safe for concurrent use, `prepare` apart: it owns
+    scratch memory.
     """
 
-    def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
-        """Fills a slot: one entry per site index, None where the adapter changes nothing."""
+    def prepare(self, weights: Sequence[LoraWeights | None]) -> PreparedLora:
+        """Lays out one adapter: one entry per site index, None where it changes nothing. Any thread may call this."""
+        ...
+
+    def put(self, slot: int, prepared: PreparedLora) -> None:
+        """Fills a slot, quickly; TypeError if another kind of table prepared the weights."""
         ...
 
     def drop(self, slot: int) -> None:
@@ -116,14 +137,30 @@ class LoraTable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TorchLora:
+    """Prepared for `TorchLoraTable`: the weights as they are."""
+
+    sites: tuple[LoraWeights | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(lora.nbytes for lora in self.sites if lora is not None)
+
+
 class TorchLoraTable:
     """A LoraTable of torch's own matrix products: two or more per segment and site."""
 
     def __init__(self, sites: int) -> None:
         self._weights: list[dict[int, LoraWeights]] = [{} for _ in range(sites)]
 
-    def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
-        for at_site, lora in zip(self._weights, weights, strict=True):
+    def prepare(self, weights: Sequence[LoraWeights | None]) -> TorchLora:
+        return TorchLora(tuple(weights))
+
+    def put(self, slot: int, prepared: PreparedLora) -> None:
+        if not isinstance(prepared, TorchLora):
+            raise TypeError(f"{type(prepared).__name__} was prepared for another kernel")
+        for at_site, lora in zip(self._weights, prepared.sites, strict=True):
             at_site.pop(slot, None)
             if lora is not None:
                 at_site[slot] = lora

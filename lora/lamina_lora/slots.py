@@ -12,7 +12,7 @@ from lamina_kernels.dispatch import lora_table
 from lamina_kernels.lora import LoraTable
 from lamina_lora.batch import LoraBatch, Segment
 from lamina_lora.errors import OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
-from lamina_lora.weights import AdapterWeights
+from lamina_lora.weights import AdapterWeights, PreparedAdapter
 
 __all__ = ["AdapterSlots", "SlotCounters"]
 
@@ -44,13 +44,14 @@ class AdapterSlots:
 
     An adapter with references is never dropped. One without stays until its bytes are needed, or until `unload`.
     `loader(digest)` reads an adapter (blocking; its errors pass through). One thread at a time may use this object;
-    to load without blocking it, call the loader elsewhere and hand the result to `add`.
+    to load without blocking it, load and prepare elsewhere (`weights.prepare_adapter`) and hand the result to `add`
+    or let the loader return it.
     """
 
     def __init__(
         self,
         capacity_bytes: int,
-        loader: Callable[[str], AdapterWeights],
+        loader: Callable[[str], AdapterWeights | PreparedAdapter],
         *,
         make_table: MakeTable = lambda sites, dtype, device: lora_table(sites, dtype=dtype, device=device),
     ) -> None:
@@ -102,18 +103,20 @@ class AdapterSlots:
             self._drop(digest)
             self.counters.unloads += 1
 
-    def add(self, weights: AdapterWeights, digest: str | None = None) -> None:
-        """Takes in loaded weights, without a reference; evicts as `acquire` does. Nothing happens if they are here."""
-        digest = digest or weights.digest
+    def add(self, adapter: AdapterWeights | PreparedAdapter, digest: str | None = None) -> None:
+        """Takes in a loaded adapter, without a reference; evicts as `acquire` does. Nothing happens if it is here."""
+        digest = digest or adapter.digest
         if digest in self._residents:
             return
-        self._make_room(weights.nbytes)
+        self._make_room(adapter.nbytes)
+        table = self._table_for(adapter)
+        lora = adapter.lora if isinstance(adapter, PreparedAdapter) else table.prepare(adapter.sites)
         slot = self._free_slot()
-        self._table_for(weights).put(slot, weights.sites)
+        table.put(slot, lora)
         self._digests[slot] = digest
-        self._residents[digest] = _Resident(slot, weights.nbytes)
+        self._residents[digest] = _Resident(slot, adapter.nbytes)
         self.counters.loads += 1
-        self.counters.loaded_bytes += weights.nbytes
+        self.counters.loaded_bytes += adapter.nbytes
 
     def unload(self, digest: str) -> bool:
         """Drops the adapter now, or when its last user releases it. False if it is not loaded.
@@ -181,7 +184,11 @@ class AdapterSlots:
             self._digests.append(None)
         return self._digests.index(None)
 
-    def _table_for(self, weights: AdapterWeights) -> LoraTable:
+    def _table_for(self, adapter: AdapterWeights | PreparedAdapter) -> LoraTable:
         if self._table is None:
-            self._table = self._make_table(len(weights.sites), weights.dtype, weights.device)
+            self._table = (
+                adapter.table
+                if isinstance(adapter, PreparedAdapter)
+                else self._make_table(len(adapter.sites), adapter.dtype, adapter.device)
+            )
         return self._table

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lamina_kernels.lora import LoraWeights
+from lamina_kernels.lora import LoraTable, LoraWeights, PreparedLora
 from lamina_lora.errors import AdapterRejected
 from lamina_lora.geometry import SITES, BaseGeometry
 from lamina_lora.report import Report
 from lamina_lora.safetensors_header import TensorEntry
 from lamina_lora.validate import WEIGHTS_NAME, AdapterManifest, AdapterModule, validate_adapter
 
-__all__ = ["AdapterWeights", "load_adapter", "site_index"]
+__all__ = ["AdapterWeights", "PreparedAdapter", "load_adapter", "prepare_adapter", "site_index"]
 
 _DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SITE_NUMBER: Mapping[str, int] = {site: number for number, site in enumerate(SITES)}
@@ -41,6 +41,24 @@ class AdapterWeights:
     @cached_property
     def nbytes(self) -> int:
         return sum(lora.nbytes for lora in self.sites if lora is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedAdapter:
+    """One adapter's weights in the layout of the kernel that will use them."""
+
+    digest: str
+    lora: PreparedLora
+    table: LoraTable
+
+    @property
+    def nbytes(self) -> int:
+        return self.lora.nbytes
+
+
+def prepare_adapter(weights: AdapterWeights, table: LoraTable) -> PreparedAdapter:
+    """Lays the weights out for `table`, in any thread, so that taking them into a slot costs the step loop nothing."""
+    return PreparedAdapter(weights.digest, table.prepare(weights.sites), table)
 
 
 def load_adapter(

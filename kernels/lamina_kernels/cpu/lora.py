@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina_kernels.cpu.build import build, kernel_cache
-from lamina_kernels.lora import LoraSegments, LoraWeights
+from lamina_kernels.lora import LoraSegments, LoraWeights, PreparedLora
 
-__all__ = ["NativeLoraTable"]
+__all__ = ["NativeLora", "NativeLoraTable"]
 
 _FOLDER = Path(__file__).parent
 _FIELDS = 16  # int64 per slot and site, as lora.c reads them
@@ -41,6 +41,21 @@ def _function(dtype: torch.dtype) -> Callable[..., None]:
     return function  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class NativeLora:
+    """Prepared for `NativeLoraTable`: rows of its table, and the tensors that they point to."""
+
+    rows: Tensor  # int64 [sites, _FIELDS]
+    tensors: tuple[Tensor, ...]
+    widths: tuple[tuple[int, int] | None, ...]  # per site: of x, and at least of y
+    max_rank: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
 class NativeLoraTable:
     """A LoraTable for float32, bfloat16 and float16 on the CPU; sums are float32 throughout.
 
@@ -54,22 +69,31 @@ class NativeLoraTable:
         self._tile = int(_library().lamina_lora_tile())
         self._dtype = dtype
         self._table = torch.zeros(sites, 0, _FIELDS, dtype=torch.int64)
-        self._widths = [(0, 0)] * sites  # of x, and at least of y; 0: no adapter changes this site yet
-        self._kept: dict[int, list[Tensor]] = {}  # what the table points to
+        self._widths = [(0, 0)] * sites  # of x, and at least of y; 0: no adapter changed this site yet
+        self._kept: dict[int, NativeLora] = {}  # what the table points to
         self._max_rank = 1
         self._h = torch.empty(0)
         self._x = torch.empty(0)
 
-    def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
-        self._grow(slot)
+    def prepare(self, weights: Sequence[LoraWeights | None]) -> NativeLora:
         kept: list[Tensor] = []
-        rows = [self._entry(site, lora, kept) for site, lora in enumerate(weights)]
-        self._table[:, slot] = torch.tensor(rows, dtype=torch.int64)
-        self._kept[slot] = kept
-        for site, lora in enumerate(weights):
-            if lora is not None:
-                self._max_rank = max(self._max_rank, lora.rank)
-                self._widths[site] = (lora.a.shape[1], max(self._widths[site][1], _width(lora)))
+        rows = [_row(lora, self._dtype, self._tile, kept) for lora in weights]
+        return NativeLora(
+            rows=torch.tensor(rows, dtype=torch.int64).view(-1, _FIELDS),
+            tensors=tuple(kept),
+            widths=tuple(None if lora is None else (lora.a.shape[1], _width(lora)) for lora in weights),
+            max_rank=max((lora.rank for lora in weights if lora is not None), default=1),
+            dtype=self._dtype,
+        )
+
+    def put(self, slot: int, prepared: PreparedLora) -> None:
+        if not isinstance(prepared, NativeLora) or prepared.dtype != self._dtype:
+            raise TypeError(f"{type(prepared).__name__} was prepared for another kernel or dtype")
+        self._widths = [_widest(ours, theirs) for ours, theirs in zip(self._widths, prepared.widths, strict=True)]
+        self._grow(slot)
+        self._table[:, slot] = prepared.rows
+        self._kept[slot] = prepared
+        self._max_rank = max(self._max_rank, prepared.max_rank)
 
     def drop(self, slot: int) -> None:
         self._table[:, slot] = 0
@@ -116,28 +140,6 @@ class NativeLoraTable:
             wider[:, :slots] = self._table
             self._table = wider
 
-    def _entry(self, site: int, lora: LoraWeights | None, kept: list[Tensor]) -> list[int]:
-        """One row of the table: pointer to A, R, number of slices, then per slice pointer, rank, column, width."""
-        if lora is None:
-            return [0] * _FIELDS
-        if self._widths[site][0] not in (0, lora.a.shape[1]):
-            raise ValueError(f"A is {lora.a.shape[1]} wide at site {site}, {self._widths[site][0]} is needed")
-        a = lora.a.to(self._dtype).contiguous()
-        kept.append(a)
-        entry: list[Any] = [a.data_ptr(), lora.rank, len(lora.b)]
-        for b, column in zip(lora.b, lora.columns, strict=True):
-            tiles = self._tiles(b)
-            kept.append(tiles)
-            entry += [tiles.data_ptr(), b.shape[0], column, b.shape[1]]
-        return entry + [0] * (_FIELDS - len(entry))
-
-    def _tiles(self, b: Tensor) -> Tensor:
-        """[rank, out] as [out / tile, rank, tile], the last tile padded with zeros."""
-        rank, width = b.shape
-        padded = b.new_zeros(rank, -(-width // self._tile) * self._tile, dtype=self._dtype)
-        padded[:, :width] = b
-        return padded.view(rank, -1, self._tile).transpose(0, 1).contiguous()
-
     def _scratch(self, rows: int, width: int) -> tuple[Tensor, Tensor]:
         if self._h.numel() < rows * self._max_rank:
             self._h = torch.empty(rows * self._max_rank)
@@ -146,5 +148,35 @@ class NativeLoraTable:
         return self._h, self._x
 
 
+def _row(lora: LoraWeights | None, dtype: torch.dtype, tile: int, kept: list[Tensor]) -> list[int]:
+    """One row of the table: pointer to A, R, number of slices, then per slice pointer, rank, column, width."""
+    if lora is None:
+        return [0] * _FIELDS
+    a = lora.a.to(dtype).contiguous()
+    kept.append(a)
+    row = [a.data_ptr(), lora.rank, len(lora.b)]
+    for b, column in zip(lora.b, lora.columns, strict=True):
+        tiles = _tiles(b, dtype, tile)
+        kept.append(tiles)
+        row += [tiles.data_ptr(), b.shape[0], column, b.shape[1]]
+    return row + [0] * (_FIELDS - len(row))
+
+
+def _tiles(b: Tensor, dtype: torch.dtype, tile: int) -> Tensor:
+    """[rank, out] as [out / tile, rank, tile], the last tile padded with zeros."""
+    rank, width = b.shape
+    padded = b.new_zeros(rank, -(-width // tile) * tile, dtype=dtype)
+    padded[:, :width] = b
+    return padded.view(rank, -1, tile).transpose(0, 1).contiguous()
+
+
 def _width(lora: LoraWeights) -> int:
     return max(column + b.shape[1] for b, column in zip(lora.b, lora.columns, strict=True))
+
+
+def _widest(ours: tuple[int, int], theirs: tuple[int, int] | None) -> tuple[int, int]:
+    if theirs is None:
+        return ours
+    if ours[0] not in (0, theirs[0]):
+        raise ValueError(f"A is {theirs[0]} wide, {ours[0]} is needed")
+    return theirs[0], max(ours[1], theirs[1])

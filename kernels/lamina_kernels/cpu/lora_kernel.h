@@ -61,13 +61,17 @@ INLINE void NAME(add_tile)(const int M, int64_t width, int64_t rank, const float
     }
 }
 
+INLINE void NAME(add_tiles)(const int M, int64_t width, int64_t rank, const float *h, int64_t ldh,
+                            const ELEMENT *B, ELEMENT *y, int64_t ldy) {
+    for (int64_t n = 0; n < width; n += TILE, B += rank * TILE)
+        NAME(add_tile)(M, smaller(TILE, width - n), rank, h, ldh, B, y + n, ldy);
+}
+
 static void NAME(expand)(int64_t rows, int64_t width, int64_t rank, const float *h, int64_t ldh, const ELEMENT *B,
                          ELEMENT *y, int64_t ldy) {
-    for (int64_t n = 0; n < width; n += TILE, B += rank * TILE) {
-        int64_t tile = smaller(TILE, width - n), m = 0;
-        for (; m + MR <= rows; m += MR) NAME(add_tile)(MR, tile, rank, h + m * ldh, ldh, B, y + m * ldy + n, ldy);
-        for (; m < rows; m++) NAME(add_tile)(1, tile, rank, h + m * ldh, ldh, B, y + m * ldy + n, ldy);
-    }
+    int64_t m = 0;
+    for (; m + MR <= rows; m += MR) NAME(add_tiles)(MR, width, rank, h + m * ldh, ldh, B, y + m * ldy, ldy);
+    for (; m < rows; m++) NAME(add_tiles)(1, width, rank, h + m * ldh, ldh, B, y + m * ldy, ldy);
 }
 
 /* One fused site of one layer, by `threads` threads. table [slots, FIELDS] describes each slot's weights;

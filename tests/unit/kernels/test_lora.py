@@ -62,7 +62,7 @@ def expected(weights: list[LoraWeights], segments: list[tuple[int, int, int]], x
 def filled(make: Make, weights: list[LoraWeights], dtype: torch.dtype = torch.float32) -> LoraTable:
     table = make(1, dtype)
     for slot, one in enumerate(weights):
-        table.put(slot, [one])
+        table.put(slot, table.prepare([one]))
     return table
 
 
@@ -129,8 +129,8 @@ def test_rows_with_a_stride(make: Make) -> None:
 def test_a_site_without_the_adapter_is_left_alone(make: Make) -> None:
     """An adapter that skips a site changes nothing there, also beside one that does not."""
     table = make(2, torch.float32)
-    table.put(0, [None, lora((4,), (0,), 0)])
-    table.put(1, [lora((4,), (0,), 1), None])
+    table.put(0, table.prepare([None, lora((4,), (0,), 0)]))
+    table.put(1, table.prepare([lora((4,), (0,), 1), None]))
     x, y = torch.randn(2, IN), torch.zeros(2, OUT)
     table.apply(0, LoraSegments([(0, 0, 1), (1, 1, 2)]), x, y)
     assert (y[0] == 0).all()
@@ -142,7 +142,7 @@ def test_a_reused_slot_serves_its_new_adapter(make: Make) -> None:
     old, new = lora((64, 64, 64), (0, 1, 2), 0), lora((3,), (1,), 1)
     table = filled(make, [old])
     table.drop(0)
-    table.put(0, [new])
+    table.put(0, table.prepare([new]))
     x, y = torch.randn(3, IN), torch.zeros(3, OUT)
     table.apply(0, LoraSegments([(0, 0, 3)]), x, y)
     torch.testing.assert_close(y.double(), expected([new], [(0, 0, 3)], x, torch.zeros(3, OUT)), rtol=2e-6, atol=2e-6)
@@ -221,7 +221,16 @@ def test_native_refuses_what_would_leave_its_tensors() -> None:
         with pytest.raises(error):
             table.apply(0, segments, bad_x, bad_y)
     with pytest.raises(ValueError, match="wide"):
-        table.put(1, [LoraWeights(torch.zeros(1, IN + 1), (torch.zeros(1, 3),), (0,))])
+        table.put(1, table.prepare([LoraWeights(torch.zeros(1, IN + 1), (torch.zeros(1, 3),), (0,))]))
+
+
+def test_tables_refuse_what_another_kernel_prepared() -> None:
+    """Weights laid out for another kernel or dtype are never taken for their own."""
+    weights = [lora((4,), (0,), 0)]
+    native, half = _native_table(1, torch.float32), _native_table(1, torch.float16)
+    for table, other in ((TorchLoraTable(1), native), (native, TorchLoraTable(1)), (native, half)):
+        with pytest.raises(TypeError, match="prepared"):
+            table.put(0, other.prepare(weights))
 
 
 def test_weights_must_agree_with_each_other() -> None:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina_kernels.lora import LoraSegments, LoraWeights, TorchLoraTable
+from lamina_kernels.lora import LoraSegments, LoraWeights, PreparedLora, TorchLoraTable
 from lamina_lora.batch import Segment
 from lamina_lora.errors import AdapterMissing, OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
 from lamina_lora.slots import AdapterSlots
-from lamina_lora.weights import AdapterWeights
+from lamina_lora.weights import AdapterWeights, prepare_adapter
 
 SIZES = {"a": 1, "b": 1, "c": 2, "d": 3, "huge": 100}
 UNIT = 4 * 2 * 4  # bytes of rank 1 at one site, 4 wide each way, float32
@@ -146,6 +146,18 @@ def test_add_takes_weights_loaded_elsewhere(slots: AdapterSlots) -> None:
     slots.check_integrity()
 
 
+def test_prepared_adapters_bring_their_table(slots: AdapterSlots) -> None:
+    """A loader in another thread prepares for the table; the slots only take the result in."""
+    table = TorchLoraTable(4)
+    slots.add(prepare_adapter(weights("a"), table))
+    slots.add(prepare_adapter(weights("b"), table))
+    slot = slots.acquire("b")
+    y = torch.zeros(1, 4)
+    slots.batch([Segment(slot, 0, 1)], 1).apply(0, "qkv", torch.ones(1, 4), y)
+    assert y[0].tolist() == [4.0 * ord("b")] * 4
+    slots.check_integrity()
+
+
 def test_batch_uses_the_right_adapter(slots: AdapterSlots) -> None:
     """Each segment's rows get their adapter's change; a slot that is reused serves its new adapter."""
     a, b = slots.acquire("a"), slots.acquire("b")
@@ -209,7 +221,7 @@ def test_a_table_that_fails_leaves_the_slots_intact() -> None:
     """An adapter that cannot be placed is not half there."""
 
     class Broken(TorchLoraTable):
-        def put(self, slot: int, weights: Sequence[LoraWeights | None]) -> None:
+        def put(self, slot: int, prepared: PreparedLora) -> None:
             raise MemoryError
 
         def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
