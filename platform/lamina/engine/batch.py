@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from lamina_lora.batch import Segment
 from torch import Tensor
 
 from lamina.engine.attention import AttentionPlan, Span, plan_attention
 from lamina.engine.plan import Chunk, StepPlan
 from lamina.engine.pool import BlockPool
 from lamina_kvtier.blocks import CopyOnWrite
+from lamina_lora.batch import Segment
 
 __all__ = ["Batch", "Batcher"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from lamina_lora.slots import AdapterSlots
 from torch import Tensor
 
 from lamina.engine.attention import PagedAttention
 from lamina.engine.batch import Batch
 from lamina.engine.pool import BlockPool
 from lamina.models.interface import CausalLM
+from lamina_lora.slots import AdapterSlots
 
 __all__ = ["EagerRunner", "Runner"]
 
