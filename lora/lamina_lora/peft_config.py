@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lamina_lora.errors import AdapterRejected
-from lamina_lora.patterns import check_pattern
+from lamina_lora.patterns import check_pattern, is_plain
 from lamina_lora.report import Report, quoted
 from lamina_lora.strict_json import parse_object
 
@@ -24,6 +24,8 @@ CONFIG_NAME = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_ENTRIES = 4096
 """Bound on every list and mapping in the file."""
+MAX_EXPRESSIONS = 64
+"""Bound on patterns that are more than a module's name; tools that tune every module write names."""
 MAX_NUMBER = 1e6
 """Bound on ranks and alphas, so that no scaling overflows; real ones are far below."""
 
@@ -208,6 +210,7 @@ class _Fields:
 
     def __init__(self, raw: dict[str, Any], report: Report) -> None:
         self._raw, self._report = raw, report
+        self._expressions = 0
 
     def number(self, key: str, kind: _Number) -> Any:
         value = self._raw.get(key)
@@ -265,6 +268,11 @@ class _Fields:
         return tuple(items)
 
     def _check(self, pattern: str, key: str) -> None:
+        self._expressions += not is_plain(pattern)
+        if self._expressions > MAX_EXPRESSIONS:
+            if self._expressions == MAX_EXPRESSIONS + 1:
+                self._report.add(f"more than {MAX_EXPRESSIONS} patterns are regular expressions; use plain names")
+            return
         problem = check_pattern(pattern)
         if problem:
             self._report.add(f"{key}: {quoted(pattern)} {problem}")

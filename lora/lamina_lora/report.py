@@ -12,7 +12,10 @@ __all__ = ["Report", "quoted"]
 
 def quoted(value: object, limit: int = 120) -> str:
     """`value` for a message: printable ASCII, at most `limit` characters; it may come from a hostile file."""
-    text = ascii(value)
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return "(nested too deep to show)"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

@@ -219,6 +219,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "broken pattern": (_configured(rank_pattern={"(": 4}), "is not a regular expression"),
     "pattern that breaks out": (_configured(rank_pattern={"(?x)q_proj#": 4}), "is not a regular expression"),
     "pattern that matches nothing": (_configured(alpha_pattern={"w1": 4}), "decides no targeted module"),
+    "too many expressions": (
+        _configured(rank_pattern={f"layers.*{i}.q_proj": 4 for i in range(65)}),
+        "more than 64 patterns are regular expressions",
+    ),
     "shadowed pattern": (_configured(alpha_pattern={".*_proj": 4, "q_proj": 8}), "'q_proj'.*decides no targeted"),
     "layer beyond the model": (_configured(layers_to_transform=[0, 2]), "names layer 2; the base model has 2"),
     "layers as text": (_configured(layers_to_transform=["0"]), "layer numbers from 0"),
@@ -269,6 +273,22 @@ def test_a_hostile_pattern_costs_bounded_time(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("lamina_lora.targets.Matcher", lambda: Matcher(0.2))
     write(tmp_path, config(target_modules=r"(.|.|.)*[!-+]"), tensors())
     assert "to match; use plain names" in violations(tmp_path)[0]
+
+
+def test_deep_nesting_is_refused_at_any_depth(tmp_path: Path) -> None:
+    """Just below the parser's limit too, where showing the value would exceed it."""
+    write(tmp_path, config(), tensors())
+    for depth in range(700, 1100, 3):
+        nested = b"[" * depth + b"]" * depth
+        (tmp_path / "adapter_config.json").write_bytes(b'{"unknown": ' + nested + b"}")
+        with pytest.raises(AdapterRejected):
+            check(tmp_path)
+
+
+def test_many_plain_patterns_are_quick(tmp_path: Path) -> None:
+    """Tools that choose a rank per module write one name per module."""
+    pattern = {TINY.module_name(layer, target): 4 for layer in range(2) for target in ("q_proj", "v_proj")}
+    assert check(write(tmp_path, config(r=9, rank_pattern=pattern), tensors())).max_rank == 4
 
 
 def test_names_in_messages_are_harmless(tmp_path: Path) -> None:
