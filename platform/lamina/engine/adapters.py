@@ -10,7 +10,7 @@ from lamina_kernels.lora import LoraTable
 from lamina_lora.errors import LoraError, OutOfAdapterMemory
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.store import AdapterStore
-from lamina_lora.weights import AdapterWeights
+from lamina_lora.weights import PreparedAdapter
 
 __all__ = ["AdapterLoads"]
 
@@ -19,12 +19,12 @@ class AdapterLoads:
     """`AdapterGate` of the scheduler. The slots belong to the step loop; only `load` runs elsewhere."""
 
     def __init__(
-        self, store: AdapterStore, load: Callable[[str], AdapterWeights], table: LoraTable, *, capacity_bytes: int
+        self, store: AdapterStore, load: Callable[[str], PreparedAdapter], table: LoraTable, *, capacity_bytes: int
     ) -> None:
         """`load(digest)` reads and prepares weights; it may take seconds and must not touch the slots."""
         self._store = store
         self._load = load
-        self._pending: dict[str, Future[AdapterWeights]] = {}
+        self._pending: dict[str, Future[PreparedAdapter]] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
         self.slots = AdapterSlots(capacity_bytes, self._arrived, make_table=lambda *_: table)
 
@@ -56,7 +56,7 @@ class AdapterLoads:
         self._pending.pop(digest, None)
         return slot
 
-    def _arrived(self, digest: str) -> AdapterWeights:
+    def _arrived(self, digest: str) -> PreparedAdapter:
         return self._pending[digest].result()
 
     def release(self, digest: str) -> None:

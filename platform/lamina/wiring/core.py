@@ -27,7 +27,7 @@ from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
 from lamina_lora.geometry import SITES
 from lamina_lora.store import AdapterStore
-from lamina_lora.weights import load_adapter
+from lamina_lora.weights import PreparedAdapter, load_adapter, prepare_adapter
 
 __all__ = ["assemble", "build_core", "choose_device", "choose_dtype"]
 
@@ -96,14 +96,14 @@ def assemble(
         device=device,
     )
     store, geometry = AdapterStore(config.adapters), shape.geometry()
-    loads = AdapterLoads(
-        store,
-        lambda digest: load_adapter(
-            store.path(digest), geometry, dtype, device, max_rank=config.max_lora_rank, digest=digest
-        ),
-        lora_table(len(SITES) * shape.num_layers, dtype=dtype, device=device),  # may compile: now, not in a step
-        capacity_bytes=config.adapter_bytes,
-    )
+    table = lora_table(len(SITES) * shape.num_layers, dtype=dtype, device=device)  # may compile: now, not in a step
+
+    def load(digest: str) -> PreparedAdapter:
+        folder = store.path(digest)
+        weights = load_adapter(folder, geometry, dtype, device, max_rank=config.max_lora_rank, digest=digest)
+        return prepare_adapter(weights, table)
+
+    loads = AdapterLoads(store, load, table, capacity_bytes=config.adapter_bytes)
     scheduler = Scheduler(
         KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         loads,
