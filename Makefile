@@ -39,7 +39,7 @@ fmt: $(DEV)  ## Format, and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(DEV) model  ## Benchmarks against peers (ARGS="--quick" for a short look)
+bench: $(DEV) model  ## Benchmarks against peers (ARGS="--repetitions 1" for a short look)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 gpu-check: $(DEV)  ## The tests that need a CUDA device

@@ -1,9 +1,11 @@
-"""Lamina against transformers + PEFT on this machine's CPU, in one run: throughput, agreement, prefix TTFT.
+"""Lamina against transformers + PEFT on this machine's CPU, in one run: agreement, throughput, prefix TTFT.
 
-    python benchmarks/cpu.py                 # everything, about 15 minutes on two cores
-    python benchmarks/cpu.py --quick         # one repetition, no agreement part
+    python benchmarks/cpu.py                          # everything, 20 to 40 minutes on two cores
+    python benchmarks/cpu.py --repetitions 1          # a short look
+    python benchmarks/cpu.py --parts throughput ttft  # only these; each part has its own results file
 
-The correctness gate comes first: no figure is printed unless Lamina's float32 output agrees with the oracle's.
+Agreement is the correctness gate and comes first: the run ends there unless Lamina's float32 output agrees with the
+oracle's.
 """
 
 from __future__ import annotations
@@ -13,33 +15,36 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness import environment, save, table
 
 HERE = Path(__file__).parent
+COLUMNS = ["what", "lamina", "transformers+peft", "ratio", "must reach"]
 Row = dict[str, Any]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     options = parser.parse_args()
 
     from lamina.models.hub import resolve
-    from lamina.wiring.settings import default_cache
+    from lamina.wiring.paths import default_cache
 
     model = resolve("smollm2-135m-instruct", default_cache())
     with tempfile.TemporaryDirectory() as scratch:
-        runner = _Runner(model, Path(scratch), options.threads, 1 if options.quick else 3)
-        rows = _gate(runner, full=not options.quick)
-        rows += _throughput(runner)
-        rows += _ttft(runner)
-    env = environment(options.threads)
-    print("\n" + table(rows, ["what", "lamina", "transformers+peft", "ratio", "must reach"]))
-    print(f"\n{json.dumps(env)}\nsaved to {save('cpu', rows, env)}")
+        runner = _Runner(model, Path(scratch), options.threads, options.repetitions)
+        for part in options.parts:
+            env = environment(options.threads)
+            rows = PARTS[part](runner)
+            print(
+                f"\n{table(rows, COLUMNS)}\n\n{json.dumps(env)}\nsaved to {save(f'cpu-{part}', rows, env)}", flush=True
+            )
 
 
 class _Runner:
@@ -56,10 +61,8 @@ class _Runner:
         return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def _gate(run: _Runner, *, full: bool) -> list[Row]:
-    """Exits unless fp32 agrees token for token; returns the agreement rows."""
-    if not full:
-        return []
+def _agreement(run: _Runner) -> list[Row]:
+    """Exits unless fp32 agrees token for token."""
     oracle = run("peer_hf.py", "agreement", "float32")[0]["tokens"]
     exact = run("ours.py", "agreement", "float32")[0]["tokens"]
     same, prefix = _agree(exact, oracle)
@@ -135,6 +138,12 @@ def _ttft(run: _Runner) -> list[Row]:
     rows[0]["transformers+peft"] = f"{1e3 * peer['median_s']:.0f} ms, no prefix cache (float32)"
     return rows
 
+
+PARTS: dict[str, Callable[[_Runner], list[Row]]] = {
+    "agreement": _agreement,
+    "throughput": _throughput,
+    "ttft": _ttft,
+}
 
 if __name__ == "__main__":
     main()

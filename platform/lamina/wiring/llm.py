@@ -20,7 +20,7 @@ from lamina.models.hub import resolve
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent, TokenLogprob
 from lamina.wiring.core import build_core
-from lamina.wiring.settings import default_cache
+from lamina.wiring.paths import default_cache
 from lamina_lora.store import AdapterStore
 from lamina_lora.validate import validate_adapter
 
