@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from lamina.errors import EngineInternal, NotFound
 from lamina_kernels.lora import LoraTable
-from lamina_lora.errors import LoraError, OutOfAdapterMemory
+from lamina_lora.errors import AdapterMissing, OutOfAdapterMemory
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.store import AdapterStore
 from lamina_lora.weights import PreparedAdapter
 
 __all__ = ["AdapterLoads"]
+
+_MAX_PENDING = 2  # loads under way or not yet taken: their memory is not counted by the slots
 
 
 class AdapterLoads:
@@ -34,27 +37,43 @@ class AdapterLoads:
             raise NotFound(f"No adapter with the digest {digest!r} is in the store; upload it again.", param="model")
 
     def try_acquire(self, digest: str) -> int | None:
-        """The adapter's slot, held once more; None while it loads, or while no memory can be freed for it.
+        """The adapter's slot, held once more; None while it loads.
 
-        Raises EngineInternal if it cannot be loaded or is larger than all adapter memory.
+        Raises OutOfAdapterMemory while adapters in use leave no room for it, NotFound if it was deleted, and
+        EngineInternal if it cannot be loaded or is larger than all adapter memory.
         """
-        if digest not in self.slots.loaded:
-            if digest not in self._pending:
-                self._pending[digest] = self._threads.submit(self._load, digest)
-            if not self._pending[digest].done():
-                return None
+        if digest not in self.slots.loaded and not self._has_arrived(digest):
+            return None
         try:
             slot = self.slots.acquire(digest)
         except OutOfAdapterMemory as error:
             if error.need > error.limit:
                 self._pending.pop(digest, None)
                 raise EngineInternal(str(error)) from error
-            return None  # running requests hold the memory; the loaded weights wait in `_pending`
-        except (LoraError, OSError, ValueError, RuntimeError) as error:
+            raise
+        except AdapterMissing as error:
+            self._pending.pop(digest, None)
+            raise NotFound("The adapter was deleted before the request could run.", param="model") from error
+        except Exception as error:
             self._pending.pop(digest, None)
             raise EngineInternal(f"The adapter {digest[:12]} could not be loaded: {error}") from error
         self._pending.pop(digest, None)
         return slot
+
+    def _has_arrived(self, digest: str) -> bool:
+        """Starts loading if there is room among the loads under way; true once the weights are here."""
+        if digest not in self._pending:
+            if len(self._pending) >= _MAX_PENDING:
+                self._forget_idle()
+            if len(self._pending) >= _MAX_PENDING:
+                return False
+            self._pending[digest] = self._threads.submit(self._load, digest)
+        return self._pending[digest].done()
+
+    def _forget_idle(self) -> None:
+        """Drops loaded weights that nobody took: their request was cancelled, or memory is full. They load again."""
+        for digest in [name for name, load in self._pending.items() if load.done()]:
+            del self._pending[digest]
 
     def _arrived(self, digest: str) -> PreparedAdapter:
         return self._pending[digest].result()
@@ -72,7 +91,11 @@ class AdapterLoads:
 
     def wait(self, *, seconds: float) -> None:
         """Until something has loaded, at most `seconds`: for a loop that has nothing else to do."""
-        wait(self._pending.values(), timeout=seconds, return_when="FIRST_COMPLETED")
+        loading = [load for load in self._pending.values() if not load.done()]
+        if loading:
+            wait(loading, timeout=seconds, return_when="FIRST_COMPLETED")
+        else:
+            time.sleep(seconds)
 
     def check_integrity(self) -> None:
         self.slots.check_integrity()

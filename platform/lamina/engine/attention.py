@@ -114,10 +114,11 @@ def _group(spans: Sequence[Span], pool: BlockPool, device: torch.device) -> Atte
     n, q = len(spans), spans[0].count
     context = max(span.context for span in spans)
     blocks = -(-context // pool.block_size)
-    tables = np.zeros((n, blocks), dtype=np.int64)  # padding reads block 0, behind the mask
+    tables = np.empty((n, blocks), dtype=np.int64)
     for i, span in enumerate(spans):
         held = span.table[: -(-span.context // pool.block_size)]
         tables[i, : len(held)] = held
+        tables[i, len(held) :] = span.table[0]  # padding, behind the mask: never another tenant's numbers
     keys = tables.reshape(-1) * (2 * pool.layers)
     starts = np.array([span.start for span in spans])
     return AttentionGroup(

@@ -28,6 +28,7 @@ class Batch:
     attention: AttentionPlan
     segments: tuple[Segment, ...]  # rows by adapter slot; rows outside are base rows
     copies: tuple[CopyOnWrite, ...]
+    fresh: tuple[int, ...]  # newly allocated blocks, to be cleared
     logit_rows: Tensor  # [R] int64 into the T rows
     sampled: tuple[Chunk, ...]  # the R chunks that those rows end
 
@@ -63,6 +64,7 @@ class Batcher:
             attention=plan_attention(spans, self._pool),
             segments=tuple(_segments(chunks, starts, ends)),
             copies=tuple(chunk.copy for chunk in chunks if chunk.copy is not None),
+            fresh=tuple(block for chunk in chunks for block in chunk.fresh),
             logit_rows=self._tensor(np.array(last, dtype=np.int64)),
             sampled=tuple(chunk for chunk in chunks if chunk.samples),
         )

@@ -20,7 +20,7 @@ from lamina.engine.sampler import Sampled, Sampler
 from lamina.engine.sampling_params import validate
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.scheduler import Scheduler
-from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest
+from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest, LimitExceeded
 from lamina.types import (
     AdapterRunning,
     EngineFailure,
@@ -30,7 +30,7 @@ from lamina.types import (
     GenerationRequest,
     TokenEvent,
 )
-from lamina_kvtier.identity import IdentityChain, Layout, root_id
+from lamina_kvtier.identity import BlockId, IdentityChain, Layout, root_id
 
 __all__ = ["CoreLimits", "EngineCore"]
 
@@ -74,6 +74,7 @@ class EngineCore:
         self._sampler = sampler
         self._adapters = adapters
         self._requests: dict[str, RequestState] = {}
+        self._retiring: set[str] = set()  # adapters to unload when their last request has ended
         self._outbox: list[TokenEvent] = []
         self._counts: Counter[str] = Counter()
         self._step_seconds = 0.0
@@ -91,8 +92,10 @@ class EngineCore:
         self._arrivals += 1
         seed = request.sampling.seed
         state = RequestState(request, self._arrivals, secrets.randbits(63) if seed is None else seed)
+        chain = IdentityChain(self._root(request), self.info.block_size)
+        chain.extend(request.prompt_token_ids)
+        self.scheduler.queue.push(self._choice(state, 0, chain))
         self._requests[request.request_id] = state
-        self.scheduler.queue.push(self._choice(state, 0))
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -104,6 +107,7 @@ class EngineCore:
                 f"{self._limits.max_waiting} requests are waiting, which is the limit. Retry shortly.",
                 retry_after_s=1.0,
             )
+        self._check_share(request.tenant)
         validate(
             params,
             vocab_size=self.info.vocab_size,
@@ -119,6 +123,19 @@ class EngineCore:
         if request.adapter is not None:
             self._adapters.check(request.adapter)
 
+    def _check_share(self, tenant: str) -> None:
+        """One tenant may fill half of the queue, so that the others always find a place."""
+        share = (self._limits.max_waiting + 1) // 2
+        waiting = self.scheduler.queue.waiting(tenant)
+        if waiting >= share:
+            raise LimitExceeded(
+                f"{waiting} of your requests are waiting, and one tenant may have {share} in the queue. Retry shortly.",
+                limit=share,
+                need=waiting + 1,
+                have=waiting,
+                retry_after_s=1.0,
+            )
+
     def _check_room(self, prompt: int, completion: int) -> None:
         limit = min(self.info.max_context, self.info.num_blocks * self.info.block_size)
         if prompt >= limit:
@@ -126,16 +143,16 @@ class EngineCore:
         if prompt + completion > limit:
             raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=completion)
 
-    def _choice(self, state: RequestState, index: int) -> Choice:
-        request = state.request
-        root = root_id(
+    def _root(self, request: GenerationRequest) -> BlockId:
+        return root_id(
             model_digest=self.info.model_digest,
             layout=self._layout,
             adapter=request.adapter,
             namespace=request.namespace,
         )
-        chain = IdentityChain(root, self.info.block_size)
-        chain.extend(request.prompt_token_ids)
+
+    def _choice(self, state: RequestState, index: int, chain: IdentityChain) -> Choice:
+        request = state.request
         sampling = SamplingState(
             state.params,
             seed=state.seed,
@@ -164,8 +181,15 @@ class EngineCore:
                 self._finish(choice, FinishReason.CANCELLED)
 
     def unload_adapter(self, digest: str) -> None:
-        """Drops an adapter's weights once no running choice uses them."""
-        self._adapters.unload(digest)
+        """Drops an adapter's weights once no unfinished request uses it, waiting and preempted ones included."""
+        self._retiring.add(digest)
+        self._unload_retired()
+
+    def _unload_retired(self) -> None:
+        used = {state.request.adapter for state in self._requests.values()} if self._retiring else set()
+        for digest in self._retiring - used:
+            self._adapters.unload(digest)
+        self._retiring &= used
 
     # --- step ---------------------------------------------------------------------------------------------
 
@@ -221,7 +245,8 @@ class EngineCore:
         return [[(choice, next(tokens)) for choice in family] for family in drawing]
 
     def _siblings(self, parent: Choice) -> list[Choice]:
-        return [self._choice(parent.request, index) for index in range(1, 1 + parent.unborn)]
+        siblings = range(1, 1 + parent.unborn)
+        return [self._choice(parent.request, index, parent.chain.copy()) for index in siblings]
 
     def _accept(self, choice: Choice, sampled: Sampled) -> None:
         if choice.index in choice.request.cancelled:
@@ -266,14 +291,15 @@ class EngineCore:
         state = choice.request
         state.choices.pop(choice.index, None)
         self._outbox.append(self._event(choice, sampled, reason, failure))
-        if choice.unborn and reason is FinishReason.ERROR:
-            self._end_unborn(choice, failure)
+        if choice.unborn:
+            self._end_unborn(choice, reason, failure)
         if not state.choices:
             self._requests.pop(state.request.request_id, None)
             self._counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
             self.scheduler.queue.forget_idle({other.request.tenant for other in self.scheduler.running})
+            self._unload_retired()
 
-    def _end_unborn(self, choice: Choice, failure: EngineFailure | None) -> None:
+    def _end_unborn(self, choice: Choice, reason: FinishReason, failure: EngineFailure | None) -> None:
         """The client waits for n endings: report those of siblings that will never exist."""
         for index in range(1, choice.request.params.n):
             if index not in choice.request.choices:
@@ -281,7 +307,7 @@ class EngineCore:
                     TokenEvent(
                         request_id=choice.request.request.request_id,
                         index=index,
-                        finish_reason=FinishReason.ERROR,
+                        finish_reason=reason,
                         error=failure,
                     )
                 )

@@ -20,6 +20,7 @@ class Chunk:
     count: int
     slot: int | None  # adapter slot; None: the base model
     copy: CopyOnWrite | None = None  # to be made before the step writes
+    fresh: list[int] = field(default_factory=list)  # blocks that still hold somebody else's past
 
     @property
     def stop(self) -> int:

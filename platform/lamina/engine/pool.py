@@ -35,7 +35,6 @@ class BlockPool:
         self.block_size = block_size
         self.kv_heads = kv_heads
         self.head_dim = head_dim
-        # zeros, not empty: padding lanes of a gathered page are read (and masked), and NaN would survive the mask
         self.data = torch.zeros((num_blocks, 2, layers, block_size, kv_heads, head_dim), dtype=dtype, device=device)
         self.rows = self.data.view(num_blocks * 2 * layers * block_size, kv_heads * head_dim)
         self.pages = self.data.view(num_blocks * 2 * layers, block_size * kv_heads * head_dim)
@@ -43,6 +42,12 @@ class BlockPool:
     @property
     def block_bytes(self) -> int:
         return self.data[0].numel() * self.data.element_size()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zeroes whole blocks. Attention reads the unwritten rest of a block behind a mask, and a NaN that another
+        tenant's adapter left there would survive the mask."""
+        if blocks:
+            self.data.index_fill_(0, torch.tensor(blocks, device=self.data.device), 0)
 
     def copy(self, copies: Sequence[CopyOnWrite]) -> None:
         """Copies whole blocks. Sources are read before any target is written."""

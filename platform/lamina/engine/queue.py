@@ -49,6 +49,15 @@ class FairQueue:
         tenants = sorted(self._waiting, key=lambda tenant: self._served[tenant])
         return [self._waiting[tenant][0] for tenant in tenants]
 
+    def head(self, tenant: str) -> Choice | None:
+        """The tenant's oldest waiting choice."""
+        line = self._waiting.get(tenant)
+        return line[0] if line else None
+
+    def waiting(self, tenant: str) -> int:
+        """How many choices of the tenant wait."""
+        return len(self._waiting.get(tenant, ()))
+
     def remove(self, choice: Choice) -> None:
         """Raises ValueError if the choice does not wait here."""
         tenant = choice.request.tenant

@@ -33,6 +33,7 @@ class EagerRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
+        self._pool.clear(batch.fresh)
         self._pool.copy(batch.copies)
         self._attention.begin(batch.attention)
         lora = self._slots.batch(batch.segments, batch.num_tokens) if batch.segments else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 from lamina.engine.plan import Chunk, StepPlan
@@ -12,6 +13,7 @@ from lamina.types import EngineFailure
 from lamina_kvtier.blocks import CopyOnWrite
 from lamina_kvtier.errors import OutOfBlocks
 from lamina_kvtier.manager import KvManager
+from lamina_lora.errors import OutOfAdapterMemory
 
 __all__ = ["AdapterGate", "Scheduler"]
 
@@ -20,9 +22,9 @@ class AdapterGate(Protocol):
     """Brings adapters into slots without blocking a step."""
 
     def try_acquire(self, digest: str) -> int | None:
-        """The slot, with one reference taken; None while it loads or no memory is free.
+        """The slot, with one reference taken; None while it loads.
 
-        Raises LaminaError if the adapter can never be had.
+        Raises OutOfAdapterMemory while adapters in use hold all memory, LaminaError if it can never be had.
         """
         ...
 
@@ -69,16 +71,19 @@ class Scheduler:
         count = min(choice.pending, budget)
         while choice.status is ChoiceStatus.RUNNING and count > 0:
             try:
-                copy = self._make_room(choice, count)
+                copy, fresh = self._make_room(choice, count)
             except OutOfBlocks:
                 freed += self._preempt(self._victim(), plan)
                 continue
-            plan.chunks.append(Chunk(choice, choice.computed, count, self._slots.get(choice), copy))
+            plan.chunks.append(Chunk(choice, choice.computed, count, self._slots.get(choice), copy, fresh))
             return count - freed
         return -freed
 
-    def _make_room(self, choice: Choice, count: int) -> CopyOnWrite | None:
-        """Makes the table cover and own the next `count` tokens. All or nothing; raises OutOfBlocks."""
+    def _make_room(self, choice: Choice, count: int) -> tuple[CopyOnWrite | None, list[int]]:
+        """Makes the table cover and own the next `count` tokens; returns what to copy and the new blocks.
+
+        All or nothing; raises OutOfBlocks.
+        """
         copies = self._shared_tail(choice)
         missing = self._blocks_for(choice.computed + count) - len(choice.table)
         if missing + copies > self.kv.available:
@@ -89,9 +94,9 @@ class Scheduler:
             copy = self.kv.make_writable(choice.table[tail])
             if copy is not None:
                 choice.table[tail] = copy.target
-        if missing > 0:
-            choice.table += self.kv.allocate(missing)
-        return copy
+        fresh = self.kv.allocate(max(missing, 0))
+        choice.table += fresh
+        return copy, fresh
 
     def _shared_tail(self, choice: Choice) -> int:
         """1 if the next token falls into a block that other choices read too, so that it must be copied."""
@@ -104,22 +109,33 @@ class Scheduler:
     # --- admission ----------------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        blocked: set[Choice] = set()
-        while budget > 0:
-            choice = next((head for head in self.queue.heads() if head not in blocked), None)
-            if choice is None or not self._has_seats(choice) or not self._has_blocks(choice):
+        """One choice of each tenant in turn, the least served tenant first, until something runs out."""
+        heads = deque(self.queue.heads())
+        adapters_full = False
+        while heads and budget > 0:
+            choice = heads.popleft()
+            if not self._has_seats(choice) or not self._has_blocks(choice):
                 return
+            if adapters_full and choice.request.request.adapter is not None:
+                continue  # lets adapter memory drain for the head before it, which would starve otherwise
             try:
                 slot = self._adapter_slot(choice)
+            except OutOfAdapterMemory:
+                adapters_full = True
+                continue
             except LaminaError as error:
                 self.queue.remove(choice)
                 plan.failures.append((choice, EngineFailure(error.code, error.message, error.param)))
-                continue
-            if slot is _BLOCKED:
-                blocked.add(choice)  # other tenants need not wait for this one's adapter
-                continue
-            self._start(choice, slot)
-            budget -= self._schedule(choice, budget, plan)
+            else:
+                if slot is _LOADING:
+                    continue  # other tenants need not wait for this one's adapter
+                self._start(choice, slot)
+                budget -= self._schedule(choice, budget, plan)
+            if plan.preempted:
+                return
+            following = self.queue.head(choice.request.tenant)
+            if following is not None:
+                heads.append(following)
 
     def _has_seats(self, choice: Choice) -> bool:
         seats = sum(1 + other.unborn for other in self.running)
@@ -137,7 +153,7 @@ class Scheduler:
         if digest is None:
             return None
         slot = self._adapters.try_acquire(digest)
-        return _BLOCKED if slot is None else slot
+        return _LOADING if slot is None else slot
 
     def _start(self, choice: Choice, slot: int | None) -> None:
         self.queue.remove(choice)
@@ -221,4 +237,4 @@ class Scheduler:
         self.kv.check_integrity([choice.table for choice in self.running])
 
 
-_BLOCKED = -1
+_LOADING = -1

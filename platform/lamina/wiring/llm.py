@@ -73,6 +73,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_folder(folder)
         self._store = AdapterStore(config.adapters)
         self._max_rank = config.max_lora_rank
+        self._max_waiting = config.max_waiting
         self._folder = folder
         self._adapters: dict[str, str] = {}
         self._requests = 0
@@ -117,7 +118,7 @@ class LLM:
         return [run.output() for run in runs]
 
     def _drive(self, runs: list[_Run], by_id: dict[str, _Run], advance: Any) -> None:
-        room = max(1, self.core.info.max_running)
+        room = max(1, min(self.core.info.max_running, self._max_waiting // 2))
         left = list(reversed(runs))
         while left or self.core.has_work():
             while left and self.core.stats().waiting < room:

@@ -10,7 +10,7 @@ import pytest
 
 from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.engine.core import EngineCore
-from lamina.errors import ContextLengthExceeded, EngineOverloaded, InvalidRequest, NotFound
+from lamina.errors import ContextLengthExceeded, EngineOverloaded, InvalidRequest, LimitExceeded, NotFound
 from lamina.types import FinishReason, GenerationRequest
 
 
@@ -248,11 +248,83 @@ def test_refusals_leave_no_trace(store: Path, fields: dict[str, Any], error: typ
 def test_queue_limit_is_stated(store: Path) -> None:
     """Beyond max_waiting the refusal names the limit and when to retry."""
     core = tiny_core(store, max_waiting=2)
-    core.submit(request("a", [3]))
-    core.submit(request("b", [3]))
+    core.submit(request("a", [3], tenant="a"))
+    core.submit(request("b", [3], tenant="b"))
     with pytest.raises(EngineOverloaded, match="2 requests") as refusal:
-        core.submit(request("c", [3]))
+        core.submit(request("c", [3], tenant="c"))
     assert refusal.value.retry_after_s
+
+
+def test_one_tenant_cannot_fill_the_queue(store: Path) -> None:
+    """Half of the places stay for the others; the refusal carries the numbers."""
+    core = tiny_core(store, max_waiting=4)
+    for name in ("a", "b"):
+        core.submit(request(name, [3], tenant="flood"))
+    with pytest.raises(LimitExceeded, match="may have 2") as refusal:
+        core.submit(request("c", [3], tenant="flood"))
+    assert (refusal.value.limit, refusal.value.have) == (2, 2)
+    core.submit(request("d", [3], tenant="calm"))
+
+
+def test_poison_left_in_a_block_reaches_nobody(store: Path) -> None:
+    """NaN keys and values that a broken adapter left behind are gone when the next tenant gets the block."""
+    expected, _ = drive(tiny_core(store), [request(f"r{i}", prompt(i, 5 + 9 * i)) for i in range(4)])
+    core = tiny_core(store)
+    core._runner._pool.data.fill_(float("nan"))
+    tokens, _ = drive(core, [request(f"r{i}", prompt(i, 5 + 9 * i)) for i in range(4)])
+    assert tokens == expected
+
+
+def test_cancelling_before_the_siblings_are_born_ends_all_of_them(store: Path) -> None:
+    """Whoever waits for n endings gets n."""
+    core = tiny_core(store)
+    core.submit(request("a", prompt(1, 20), n=3))
+    core.cancel("a")
+    endings = {event.index: event.finish_reason for event in core.step()}
+    assert endings == dict.fromkeys(range(3), FinishReason.CANCELLED)
+    assert not core.has_work()
+
+
+def test_a_deleted_adapter_serves_out_its_requests(store: Path, digests: list[str]) -> None:
+    """Unloading waits for preempted and waiting requests too; then the adapter is gone."""
+    core = tiny_core(store, num_blocks=12, max_batch_tokens=32)
+    items = [request(f"r{i}", prompt(i, 30), adapter=digests[2], max_tokens=40) for i in range(5)]
+    tokens: dict[tuple[str, int], list[int]] = {}
+    endings: dict[tuple[str, int], FinishReason] = {}
+    for item in items:
+        core.submit(item)
+    while not core.stats().running:
+        collect(core.step(), tokens, endings)
+    core.unload_adapter(digests[2])
+    while core.has_work():
+        collect(core.step(), tokens, endings)
+    assert set(endings.values()) == {FinishReason.LENGTH}
+    assert core.stats().preemptions > 0
+    assert not any(adapter.loaded for adapter in core.stats().adapters)
+
+
+def test_many_waiting_adapters_do_not_pile_up(store: Path, digests: list[str]) -> None:
+    """With room for one adapter, tenants take turns, memory stays bounded, and everybody is served."""
+    sizes = {}
+    for digest in digests:
+        probe = tiny_core(store)
+        drive(probe, [request("x", [3], adapter=digest)])
+        sizes[digest] = probe._adapters.slots.used_bytes
+        probe.close()
+    core = tiny_core(store, adapter_bytes=max(sizes.values()))
+    items = [
+        request(f"{digest[:6]}-{i}", prompt(i, 20), adapter=digest, tenant=digest)
+        for digest in digests
+        for i in range(5)
+    ]
+
+    def bounded(core: EngineCore) -> None:
+        assert len(core._adapters._pending) <= 2
+        core.check_integrity()
+
+    _, endings = drive(core, items, each_step=bounded)
+    assert set(endings.values()) == {FinishReason.LENGTH}
+    core.close()
 
 
 def test_duplicate_ids_are_refused(store: Path) -> None:
