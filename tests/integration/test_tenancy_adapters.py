@@ -383,3 +383,14 @@ async def test_a_deletion_during_an_upload_of_the_same_content_leaves_it_whole(
     assert calls == 2
     assert store.contains(theirs.digest)
     assert (await adapters.reconcile()).missing == ()
+
+
+async def test_an_empty_database_removes_nothing(
+    adapters: AdapterService, make_adapter_folder: MakeFolder, store: MemoryIntake
+) -> None:
+    """Started with a mistyped or fresh database URL, the server must not delete every tenant's adapters."""
+    folder = make_adapter_folder("someone's")
+    store.publish(folder, store.validate(folder))
+    report = await adapters.reconcile()
+    assert report.removed_digests == ()
+    assert len(store.files) == 1

@@ -65,7 +65,14 @@ def _readable_errors() -> Iterator[None]:
         yield
     except BadTar as exc:
         raise InvalidAdapter([f"the file is no readable zip, tar or tar.gz archive: {exc}"], param="file") from exc
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, struct.error) as exc:
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        NotImplementedError,
+        struct.error,
+        UnicodeDecodeError,  # a name that is not what its flag says
+    ) as exc:
         raise InvalidAdapter(["the archive is damaged or truncated; pack and send it again"], param="file") from exc
 
 

@@ -15,6 +15,7 @@ from lamina.errors import TooLarge
 __all__ = ["BadTar", "Readable", "TarMember", "tar_members"]
 
 BLOCK = 512
+MAX_HEADERS = 1024  # of any kind; `archive` allows far fewer members
 MAX_NAME_BYTES = 64 * 1024  # of a header that only carries names and times
 SKIP_BYTES = 1 << 20
 
@@ -51,7 +52,11 @@ def tar_members(file: Readable, *, max_bytes: int) -> Iterator[TarMember]:
     source = _Source(file)
     left = max_bytes
     long_name: str | None = None
+    headers = 0
     while (header := _next_header(source)) is not None:
+        headers += 1
+        if headers > MAX_HEADERS:  # empty ones cost no bytes, pack well, and would keep a thread busy for hours
+            raise BadTar(f"it has more than {MAX_HEADERS} headers")
         left -= header.size
         if left < 0:
             raise TooLarge(f"The archive unpacks to more than the limit of {max_bytes} bytes.", limit_bytes=max_bytes)

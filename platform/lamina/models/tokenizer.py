@@ -17,6 +17,8 @@ from lamina.models.tokenizer_files import TokenizerFiles, read_tokenizer_files
 
 __all__ = ["Tokenizer"]
 
+_LONG_TEXT = 4096  # characters; from here on encode as a batch, which lets go of the interpreter lock
+
 
 class Tokenizer:
     """A model's tokenizer and chat template. Thread-safe: share one per model.
@@ -71,6 +73,8 @@ class Tokenizer:
         """
         backend = self._backend if parse_special else self._literal
         try:
+            if len(text) > _LONG_TEXT:
+                return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
             return backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:  # the library's word for text that has no UTF-8 form
             raise InvalidRequest(

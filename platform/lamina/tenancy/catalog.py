@@ -118,13 +118,16 @@ class AdapterCatalog:
     async def reconcile(self) -> Reconciliation:
         """Removes folders that no ready row owns, and reports ready rows whose files are missing.
 
+        A database that has never seen an adapter owns none of the files: it is more likely the wrong database
+        (a mistyped URL, a fresh one) than an explanation for them, so nothing is removed then.
         Safe beside running intakes. Call at start, and after a tenant was deleted by force.
         """
         await asyncio.to_thread(self._files.sweep)
         stored = await asyncio.to_thread(self._files.digests)
         async with self._database.session() as session:
+            known = await session.scalar(select(AdapterRow.id).limit(1)) is not None
             owned = set(await session.scalars(select(AdapterRow.digest).where(AdapterRow.status == _READY)))
-        removed = await self.remove_unowned(set(stored) - owned)
+        removed = await self.remove_unowned(set(stored) - owned) if known else ()
         return Reconciliation(removed_digests=removed, missing=await self._missing())
 
     async def remove_unowned(self, digests: Iterable[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ stop: no new connections -> running requests finish or are cancelled -> end the 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import signal
@@ -36,9 +37,13 @@ from lamina.wiring.supervisor import EngineSupervisor
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from lamina.tenancy.records import Reconciliation
+
 __all__ = ["serve"]
 
 EXIT_FORCED = 130
+
+_log = logging.getLogger(__name__)
 
 _FAREWELL_S = 2.0  # for the last bytes of requests that the grace time did not suffice for
 
@@ -135,7 +140,7 @@ class _House:
 
         tenancy = self.settings.tenancy()
         async with open_services(tenancy, self.engine) as services:
-            await services.adapters.reconcile()  # a crash may have left files that no row owns
+            _report(await services.adapters.reconcile())  # a crash may have left files that no row owns
             access = await seed_demo(services, home=tenancy.home, adapters=self.demo) if self.demo else []
             app = await build_gateway(
                 self.client, services, gateway=self.settings.gateway(), tenancy=tenancy, engine=self.engine
@@ -207,3 +212,10 @@ def _terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _report(found: Reconciliation) -> None:
+    if found.removed_digests:
+        _log.warning("removed %d adapter folders that no tenant owns", len(found.removed_digests))
+    for record in found.missing:
+        _log.error("the files of adapter %s (%s, version %d) are missing", record.id, record.name, record.version)

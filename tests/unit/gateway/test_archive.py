@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import struct
@@ -240,3 +241,18 @@ def test_damage_never_escapes_as_another_error(
     except LaminaError:
         return
     assert found.keys() == PEFT.keys()
+
+
+def test_endless_empty_headers_are_refused(tmp_path: Path) -> None:
+    """Extended headers without content are no members and cost no bytes, but each costs time."""
+    info = tarfile.TarInfo("comment")
+    info.type = b"g"
+    empty = info.tobuf(tarfile.USTAR_FORMAT)
+    data = gzip.compress(empty * 5000 + tarred())
+    assert "more than 1024 headers" in refused(data, tmp_path)
+
+
+def test_zip_names_that_are_not_what_they_claim_are_damage(tmp_path: Path) -> None:
+    """A member name flagged as UTF-8 that is none."""
+    data = zipped({"é.txt": b"x", **PEFT})
+    assert "damaged" in refused(data.replace("é".encode(), b"\xc3\x28"), tmp_path)

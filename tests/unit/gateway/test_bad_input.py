@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from fixtures.gateway import BASE, Kit, zipped
+from lamina.gateway.schemas.chat import ChatRequest
+from lamina.gateway.schemas.completions import CompletionRequest
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -199,3 +202,24 @@ async def test_a_zip_bomb(kit: Kit) -> None:
     assert response.status_code == 413
     assert "unpacks to more than the limit" in response.text
     assert kit.staged() == []
+
+
+HUGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt-of-bad-ids": ("/v1/completions", {"messages": None, "prompt": [1] * 50_000 + [None] * 50_000}),
+    "prompt-of-bad-lists": ("/v1/completions", {"messages": None, "prompt": [[None]] * 50_000}),
+    "content-of-bad-parts": (CHAT, {"messages": [{"role": "user", "content": [None] * 100_000}]}),
+    "bad-messages": (CHAT, {"messages": [None] * 4000}),
+    "bad-stop": (CHAT, {"stop": [None] * 100_000}),
+}
+
+
+@pytest.mark.parametrize(("path", "body"), HUGE.values(), ids=HUGE.keys())
+def test_a_huge_wrong_list_is_refused_at_its_first_element(path: str, body: dict[str, Any]) -> None:
+    """Validation must not collect an error for each of a million elements: memory and the event loop are shared."""
+    request = {"model": BASE, "messages": HI, **body}
+    if request["messages"] is None:
+        del request["messages"]
+    schema = CompletionRequest if path == "/v1/completions" else ChatRequest
+    with pytest.raises(ValidationError) as refusal:
+        schema.model_validate(request)
+    assert refusal.value.error_count() < 10

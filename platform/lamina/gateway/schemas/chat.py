@@ -47,7 +47,7 @@ class Message(Body):
     """One turn. The fields below `name` are what clients echo from our answers; they must ask for nothing."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -77,7 +77,7 @@ class Message(Body):
 
 
 class ChatRequest(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -18,9 +18,13 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
+_List = Annotated[list[_T], Field(fail_fast=True)]  # one error, not one for each of a million elements
+
+
 class CompletionRequest(GenerationBody):
     prompt: Annotated[
-        Text | list[Text] | list[int] | list[list[int]],
+        Text | _List[Text] | _List[int] | _List[_List[int]],
         Field(description="Text, several texts, token ids, or several lists of token ids."),
     ]
     max_tokens: Annotated[int, Field(ge=1)] | None = None

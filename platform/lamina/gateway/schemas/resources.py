@@ -115,7 +115,7 @@ class TokenizeRequest(Body):
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -130,7 +130,7 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(Body):
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    tokens: Annotated[list[int], Field(max_length=1_000_000)]
+    tokens: Annotated[list[int], Field(max_length=1_000_000, fail_fast=True)]
 
 
 class DetokenizeResponse(BaseModel):
