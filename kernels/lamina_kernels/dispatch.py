@@ -10,7 +10,7 @@ from lamina_kernels.cpu.build import BuildFailed
 from lamina_kernels.cpu.lora import NativeLoraTable
 from lamina_kernels.lora import LoraTable, TorchLoraTable
 
-__all__ = ["lora_table", "warm_up"]
+__all__ = ["lora_table"]
 
 _log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 def lora_table(sites: int, *, dtype: torch.dtype, device: torch.device) -> LoraTable:
     """The fastest LoRA table that works here: C on the CPU, else plain torch, saying so in the log.
 
-    The first call on a machine builds the C kernel, which takes seconds: see `warm_up`.
+    The first call on a machine builds the C kernel, which takes seconds: make the table at start-up.
     """
     if device.type == "cpu":
         try:
@@ -28,8 +28,3 @@ def lora_table(sites: int, *, dtype: torch.dtype, device: torch.device) -> LoraT
         except (BuildFailed, OSError) as error:
             _log.warning("LoRA in plain torch, which is slower: %s", error)
     return TorchLoraTable(sites)
-
-
-def warm_up(*, dtype: torch.dtype, device: torch.device) -> None:
-    """Builds what `lora_table` needs. For start-up, so that no request waits for a compiler."""
-    lora_table(0, dtype=dtype, device=device)
