@@ -74,10 +74,12 @@ async def test_delete_refuses_while_the_tenant_owns_something(
     await adapters.intake(acme.id, name="mine", folder=make_adapter_folder("x"))
     with pytest.raises(Conflict, match=r"1 live key.*1 ready adapter"):
         await tenants.delete("acme")
-    assert (await tenants.delete("acme", force=True)).id == acme.id
+    deleted = await tenants.delete("acme", force=True)
+    assert deleted.tenant.id == acme.id
     assert [tenant.name for tenant in await tenants.list()] == ["beta"]
     assert await keys.list() == (kept.record,)
-    assert (await adapters.reconcile()).removed_digests
+    assert await adapters.remove_unowned(deleted.adapter_digests) == deleted.adapter_digests
+    assert len(deleted.adapter_digests) == 1
     await keys.close()
 
 

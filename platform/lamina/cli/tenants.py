@@ -97,8 +97,8 @@ def delete(
 
     async def work(access: Access) -> Tenant:
         deleted = await access.tenants.delete(tenant, force=force)
-        await access.catalog.reconcile()  # files that only this tenant's adapters needed
-        return deleted
+        await access.catalog.remove_unowned(deleted.adapter_digests)
+        return deleted.tenant
 
     deleted = run(work)
     if json:

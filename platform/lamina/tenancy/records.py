@@ -11,6 +11,7 @@ __all__ = [
     "AdapterRecord",
     "AdapterStatus",
     "DeletedAdapters",
+    "DeletedTenant",
     "IssuedKey",
     "KeyRecord",
     "Page",
@@ -97,6 +98,14 @@ class AdapterRecord:
     def reference(self) -> str:
         """The model name that means exactly this version, for example "support@3"."""
         return f"{self.name}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletedTenant:
+    """Who was deleted, and the digests its adapter versions had; other tenants may have them too."""
+
+    tenant: Tenant
+    adapter_digests: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

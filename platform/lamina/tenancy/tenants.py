@@ -12,7 +12,7 @@ from lamina.tenancy.database import Database
 from lamina.tenancy.ids import new_id
 from lamina.tenancy.models import AdapterRow, ApiKeyRow, TenantRow
 from lamina.tenancy.names import check_tenant_name, check_weight, is_plausible
-from lamina.tenancy.records import AdapterStatus, Tenant, TenantStatus
+from lamina.tenancy.records import AdapterStatus, DeletedTenant, Tenant, TenantStatus
 
 __all__ = ["TenantService", "lock_tenant"]
 
@@ -75,10 +75,11 @@ class TenantService:
                 row.status = _check_status(status).value
             return _record(row)
 
-    async def delete(self, tenant: str, *, force: bool = False) -> Tenant:
+    async def delete(self, tenant: str, *, force: bool = False) -> DeletedTenant:
         """Deletes the tenant for good; while it owns live keys or ready adapters, only with `force`.
 
-        Those go with it; adapter files that nobody else needs go at the next `AdapterService.reconcile`.
+        Those go with it. The caller gives the digests to `AdapterService.remove_unowned`, which removes the
+        files that nobody else needs.
 
         Raises NotFound or Conflict.
         """
@@ -86,10 +87,12 @@ class TenantService:
             row = await lock_tenant(session, (await _find(session, tenant)).id)
             if not force:
                 await self._refuse_if_used(session, row)
+            digests = await session.scalars(select(AdapterRow.digest).where(AdapterRow.tenant_id == row.id).distinct())
+            deleted = DeletedTenant(tenant=_record(row), adapter_digests=tuple(sorted(digests)))
             await session.execute(delete(ApiKeyRow).where(ApiKeyRow.tenant_id == row.id))
             await session.execute(delete(AdapterRow).where(AdapterRow.tenant_id == row.id))
             await session.delete(row)
-            return _record(row)
+            return deleted
 
     async def _refuse_if_used(self, session: AsyncSession, row: TenantRow) -> None:
         expired = ApiKeyRow.expires_at.is_not(None) & (ApiKeyRow.expires_at <= self._clock())
