@@ -33,14 +33,22 @@ class LoraWeights:
     """One adapter at one fused site: A [R, in] stacks its slices' A; slice s has B_s [r_s, out_s], times the scaling.
 
     `columns[s]` is the slice's first column in the fused output. Only the slices that the adapter changes are there:
-    R is the sum of their real ranks.
+    R is the sum of their real ranks. `gains[s]` [out_s] float32, if any, makes the slice a DoRA one: its outputs become
+    gain * (W x + B A x) + bias, where gain = magnitude / ||W + B A|| by output row (Liu et al., "DoRA", 2024).
     """
 
     a: Tensor
     b: tuple[Tensor, ...]
     columns: tuple[int, ...]
+    gains: tuple[Tensor | None, ...] | None = None
 
     def __post_init__(self) -> None:
+        gains = self.gains if self.gains is not None else (None,) * len(self.b)
+        widths = [b.shape[1:] for b in self.b]
+        if len(gains) != len(widths) or any(
+            g is not None and g.shape != width for g, width in zip(gains, widths, strict=True)
+        ):
+            raise ValueError("gains need one entry per slice: None, or as long as the slice is wide")
         if len(self.b) != len(self.columns) or sum(b.shape[0] for b in self.b) != self.a.shape[0]:
             raise ValueError("each slice needs B and a column, and A as many rows as the slices' ranks together")
 
@@ -51,7 +59,8 @@ class LoraWeights:
 
     @cached_property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.a, *self.b))
+        gains = [gain for gain in self.gains or () if gain is not None]
+        return sum(t.numel() * t.element_size() for t in (self.a, *self.b, *gains))
 
 
 def shrink(x: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], h: Tensor) -> None:
@@ -63,17 +72,30 @@ def shrink(x: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], h: T
         torch.mm(x[start:stop], lora.a.t(), out=h[start:stop, : lora.rank])
 
 
-def expand(h: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], y: Tensor) -> None:
+def expand(
+    h: Tensor, weights: Sequence[LoraWeights], rows: Sequence[Rows], y: Tensor, bias: Tensor | None = None
+) -> None:
     """y[start:stop, columns of s] += h[start:stop, ranks of s] · B_s for each segment and each of its slices s.
 
-    h [T, >= max R_i] from `shrink`, y [T, out].
+    h [T, >= max R_i] from `shrink`, y [T, out]. Slices with gains become gain * (y - bias + h · B_s) + bias; `bias`
+    [out] is what the base projection added to y.
     """
     for lora, (start, stop) in zip(weights, rows, strict=True):
         first = 0
-        for b, column in zip(lora.b, lora.columns, strict=True):
+        gains = lora.gains or (None,) * len(lora.b)
+        for b, column, gain in zip(lora.b, lora.columns, gains, strict=True):
             rank, width = b.shape
-            y[start:stop, column : column + width].addmm_(h[start:stop, first : first + rank], b)
+            out = y[start:stop, column : column + width]
+            out.addmm_(h[start:stop, first : first + rank], b)
+            if gain is not None:
+                _rescale(out, gain, None if bias is None else bias[column : column + width])
             first += rank
+
+
+def _rescale(out: Tensor, gain: Tensor, bias: Tensor | None) -> None:
+    wide = out.float() if bias is None else out.float() - bias.float()
+    wide *= gain
+    out.copy_(wide if bias is None else wide + bias.float())
 
 
 class LoraSegments:
@@ -132,8 +154,11 @@ class LoraTable(Protocol):
         """Forgets the slot's weights."""
         ...
 
-    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
-        """Adds each segment's change to y [T, out] in place; x [T, in]. Rows outside every segment stay as they are."""
+    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
+        """Adds each segment's change to y [T, out] in place; x [T, in]. Rows outside every segment stay as they are.
+
+        `bias` [out] is what the base projection added to y: DoRA does not scale it.
+        """
         ...
 
 
@@ -169,7 +194,7 @@ class TorchLoraTable:
         for at_site in self._weights:
             at_site.pop(slot, None)
 
-    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
         at_site = self._weights[site]
         active = [(at_site[s], rows) for s, rows in zip(segments.slots, segments.rows, strict=True) if s in at_site]
         if not active:
@@ -177,4 +202,4 @@ class TorchLoraTable:
         weights, rows = zip(*active, strict=True)
         h = x.new_empty(segments.stop, max(lora.rank for lora in weights))
         shrink(x, weights, rows, h)
-        expand(h, weights, rows, y)
+        expand(h, weights, rows, y, bias)

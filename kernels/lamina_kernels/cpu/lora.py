@@ -76,6 +76,8 @@ class NativeLoraTable:
         self._x = torch.empty(0)
 
     def prepare(self, weights: Sequence[LoraWeights | None]) -> NativeLora:
+        if any(lora is not None and lora.gains is not None for lora in weights):
+            raise TypeError("the CPU kernel has no DoRA gains")
         kept: list[Tensor] = []
         rows = [_row(lora, self._dtype, self._tile, kept) for lora in weights]
         return NativeLora(
@@ -99,7 +101,7 @@ class NativeLoraTable:
         self._table[:, slot] = 0
         self._kept.pop(slot, None)
 
-    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+    def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
         if not segments.slots:
             return
         self._check(site, segments, x, y)

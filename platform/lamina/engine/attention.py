@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.engine.pool import BlockPool
+from lamina.models.interface import Rotation
 
 __all__ = ["AttentionGroup", "AttentionPlan", "PagedAttention", "Span", "plan_attention"]
 
@@ -160,17 +161,19 @@ class PagedAttention:
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
+        qk: Tensor,
         v: Tensor,
+        rotate: Rotation,
         *,
         scale: float,
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """q [T, heads, dim], k and v [T, kv_heads, dim] -> [T, heads * dim]. Raises RuntimeError before `begin`."""
+        """qk [T, heads + kv_heads, dim], v [T, kv_heads, dim] -> [T, heads * dim]. RuntimeError before `begin`."""
         if self._plan is None:
             raise RuntimeError("begin() must set the step's plan first")
+        rotate(qk)
+        q, k = qk.split_with_sizes((qk.shape[1] - v.shape[1], v.shape[1]), 1)
         self._write(layer, k, v, self._plan.write_rows)
         tokens, heads, dim = q.shape
         groups = self._plan.groups

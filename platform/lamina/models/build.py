@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lamina.models.config import ModelConfig
 from lamina.models.decoder import Attention, Decoder, DecoderLayer, Mlp
-from lamina.models.layers import GATED, Linear, RmsNorm, identity, linear
+from lamina.models.interface import Linear
+from lamina.models.layers import LayerOps, Norm, identity, linear
 from lamina.models.rope import Rope
 
 __all__ = ["build_decoder"]
 
 
-def build_decoder(config: ModelConfig, weights: dict[str, Tensor], *, dtype: torch.dtype) -> Decoder:
+def build_decoder(config: ModelConfig, weights: dict[str, Tensor], *, dtype: torch.dtype, ops: LayerOps) -> Decoder:
     """A decoder that computes in `dtype`.
 
     `weights` are the fused tensors that `placement.fused_shapes` names, all in `dtype` but for the embedding, which
     may be narrower. They are taken out of the dict one by one, so that repacking needs room for one at a time.
     """
-    return _Builder(config, weights, dtype).decoder()
+    return _Builder(config, weights, dtype, ops).decoder()
 
 
 class _Builder:
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> None:
-        self.config, self.weights, self.dtype = config, weights, dtype
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], dtype: torch.dtype, ops: LayerOps) -> None:
+        self.config, self.weights, self.dtype, self.ops = config, weights, dtype, ops
 
     def decoder(self) -> Decoder:
         config = self.config
@@ -53,7 +52,7 @@ class _Builder:
             mlp=Mlp(
                 layer=index,
                 gate_up=self._linear(f"{index}.gate_up"),
-                gated=GATED[self.config.activation],
+                gated=self.ops.gated(self.config.activation),
                 down=self._linear(f"{index}.down"),
             ),
             after_mlp=self._norm(f"{index}.after_mlp") if post else identity,
@@ -78,14 +77,14 @@ class _Builder:
     def _linear(self, site: str) -> Linear:
         return linear(self.weights.pop(f"{site}.weight"), self.weights.pop(f"{site}.bias", None))
 
-    def _norm(self, name: str) -> Callable[[Tensor], Tensor]:
-        return RmsNorm(self._norm_weight(name), self.config.norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return self.ops.norm(self._norm_weight(name), self.config.norm_eps)
 
-    def _heads_norm(self, index: int) -> Callable[[Tensor], Tensor]:
+    def _heads_norm(self, index: int) -> Norm:
         """One norm for query and key heads together: each head gets its own row of weights."""
         q, k = self._norm_weight(f"{index}.q_norm"), self._norm_weight(f"{index}.k_norm")
         rows = torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads)
-        return RmsNorm(rows, self.config.norm_eps)
+        return self.ops.norm(rows, self.config.norm_eps)
 
     def _norm_weight(self, name: str) -> Tensor:
         weight = self.weights.pop(name).float()

@@ -1,9 +1,10 @@
 """The one decoder behind every supported architecture.
 
-A layer is h += A(norm(h)); h += M(norm(h)), where Gemma norms what A and M return as well. What differs between
+A layer is h += A(norm(h)); h += M(norm(h)), where Gemma norms what A and M return as well. Each sum is taken together
+with the norm that follows it, which belongs to the next layer after M. What differs between
 architectures (biases, head norms, windows, ropes, scales) is decided when the layers are built, not when they run.
 At small batches a step costs dispatch as much as arithmetic, so the code counts operations: fused projections, query
-and key heads normed and rotated together, angles computed once per step, sums and products in place.
+and key heads normed and rotated together, angles computed once per step, sums in place.
 """
 
 from __future__ import annotations
@@ -16,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lamina.models.config import ModelConfig
-from lamina.models.interface import Attend, LoraApply
-from lamina.models.layers import Linear
-from lamina.models.rope import Rope, Rotation
+from lamina.models.interface import Attend, Linear, LoraApply, Rotation
+from lamina.models.layers import Norm
+from lamina.models.rope import Rope
 
 __all__ = ["Attention", "Decoder", "DecoderLayer", "Mlp"]
-
-Norm = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -43,25 +42,15 @@ class Attention:
 
     def __call__(self, x: Tensor, rotations: Sequence[Rotation], attend: Attend, lora: LoraApply | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        qkv = self.qkv(x)
-        if lora is not None:
-            lora.apply(self.layer, "qkv", x, qkv)
-        q, k, v = self._split(qkv, rotations[self.rope])
-        mixed = attend(self.layer, q, k, v, scale=self.scale, window=self.window, softcap=self.softcap)
-        y = self.out(mixed)
-        if lora is not None:
-            lora.apply(self.layer, "o", mixed, y)
-        return y
-
-    def _split(self, qkv: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = _project(self.qkv, self.layer, "qkv", x, lora)
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
-        rotated = self.num_heads + self.num_kv_heads
-        qk, v = heads.split_with_sizes((rotated, self.num_kv_heads), 1)
+        qk, v = heads.split_with_sizes((self.num_heads + self.num_kv_heads, self.num_kv_heads), 1)
         if self.heads_norm is not None:
             qk = self.heads_norm(qk)
-        rotate(qk)
-        q, k = qk.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
-        return q, k, v
+        mixed = attend(
+            self.layer, qk, v, rotations[self.rope], scale=self.scale, window=self.window, softcap=self.softcap
+        )
+        return _project(self.out, self.layer, "o", mixed, lora)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -75,29 +64,29 @@ class Mlp:
 
     def __call__(self, x: Tensor, lora: LoraApply | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate_up = self.gate_up(x)
-        if lora is not None:
-            lora.apply(self.layer, "gate_up", x, gate_up)
-        inner = self.gated(gate_up)
-        y = self.down(inner)
-        if lora is not None:
-            lora.apply(self.layer, "down", inner, y)
-        return y
+        inner = self.gated(_project(self.gate_up, self.layer, "gate_up", x, lora))
+        return _project(self.down, self.layer, "down", inner, lora)
+
+
+def _project(linear: Linear, layer: int, site: str, x: Tensor, lora: LoraApply | None) -> Tensor:
+    return linear(x) if lora is None else lora.project(layer, site, x, linear)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecoderLayer:
     attention_norm: Norm
     attention: Attention
-    after_attention: Norm
+    after_attention: Callable[[Tensor], Tensor]
     mlp_norm: Norm
     mlp: Mlp
-    after_mlp: Norm
+    after_mlp: Callable[[Tensor], Tensor]
 
-    def __call__(self, h: Tensor, rotations: Sequence[Rotation], attend: Attend, lora: LoraApply | None) -> None:
-        """Changes the residual stream h [T, hidden] in place."""
-        h.add_(self.after_attention(self.attention(self.attention_norm(h), rotations, attend, lora)))
-        h.add_(self.after_mlp(self.mlp(self.mlp_norm(h), lora)))
+    def __call__(
+        self, h: Tensor, x: Tensor, rotations: Sequence[Rotation], attend: Attend, lora: LoraApply | None
+    ) -> Tensor:
+        """h [T, hidden] is the residual stream, x its attention norm; returns what is still to be added to h."""
+        mixed = self.after_attention(self.attention(x, rotations, attend, lora))
+        return self.after_mlp(self.mlp(self.mlp_norm.add(h, mixed), lora))
 
 
 class Decoder:
@@ -120,7 +109,8 @@ class Decoder:
         self._embedding = embedding
         self._layers = tuple(layers)
         self._ropes = tuple(ropes)
-        self._final_norm = final_norm
+        self._first_norm = layers[0].attention_norm
+        self._next_norms = (*(layer.attention_norm for layer in layers[1:]), final_norm)
         self._head = head
         scale = config.embedding_scale
         # Rounded to the computing type, as these models were trained.
@@ -136,9 +126,10 @@ class Decoder:
         if self._embedding_scale is not None:
             h.mul_(self._embedding_scale)
         rotations = [rope.at(positions) for rope in self._ropes]
-        for layer in self._layers:
-            layer(h, rotations, attend, lora)
-        return self._final_norm(h)
+        x = self._first_norm(h)
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+            x = next_norm.add(h, layer(h, x, rotations, attend, lora))
+        return x
 
     def logits(self, rows: Tensor) -> Tensor:
         """rows [R, hidden size] -> [R, vocabulary] float32."""

@@ -8,7 +8,38 @@ from torch import Tensor
 
 from lamina.models.config import ModelConfig
 
-__all__ = ["Attend", "CausalLM", "LoraApply"]
+__all__ = ["Attend", "CausalLM", "Linear", "LoraApply", "Rotation"]
+
+
+class Linear(Protocol):
+    """y = x Wᵀ + bias."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[out]"""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> a new tensor [T, out] that the caller may change in place."""
+        ...
+
+
+class Rotation(Protocol):
+    """The rotary embedding of one step's tokens."""
+
+    @property
+    def cos(self) -> Tensor:
+        """[T, 1, dim]"""
+        ...
+
+    @property
+    def signed_sin(self) -> Tensor:
+        """[T, 1, dim], its first half negated."""
+        ...
+
+    def __call__(self, heads: Tensor) -> None:
+        """Rotates heads [T, any number, dim] in place."""
+        ...
 
 
 class Attend(Protocol):
@@ -17,19 +48,19 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
+        qk: Tensor,
         v: Tensor,
+        rotate: Rotation,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Stores k and v, then attends causally.
+        """Rotates queries and keys, stores keys and values, then attends causally.
 
-        q [T, query heads, dim], k and v [T, KV heads, dim], rotated already. They are views with gaps between
-        rows (slices of one fused projection), each row contiguous; the callee may overwrite them. `scale` is the
-        factor on q·k; `window`: a token sees itself and the window - 1 tokens before; `softcap` c: scores become
+        qk [T, query heads + KV heads, dim], v [T, KV heads, dim]. They are views with gaps between rows (slices of
+        one fused projection), each row contiguous; the callee may overwrite them. `scale` is the factor on q·k;
+        `window`: a token sees itself and the window - 1 tokens before; `softcap` c: scores become
         c * tanh(score / c) before the mask. Returns [T, query heads * dim] in q's dtype.
         """
         ...
@@ -38,10 +69,11 @@ class Attend(Protocol):
 class LoraApply(Protocol):
     """The adapters of one step."""
 
-    def apply(self, layer: int, site: str, x: Tensor, y: Tensor) -> None:
-        """Adds the adapters' share to `y` [T, fused out], in place; `x` [T, in] is the site's input and stays.
+    def project(self, layer: int, site: str, x: Tensor, linear: Linear) -> Tensor:
+        """linear(x) plus the adapters' share: a new tensor [T, fused out]; `x` [T, in] stays.
 
-        `site` is a key of `lamina_lora.geometry.SITES`. Tokens without an adapter keep their rows of `y`.
+        `site` is a key of `lamina_lora.geometry.SITES`. Tokens without an adapter get linear(x). The base projection
+        is the callee's to run, so that it may run beside the adapters' first product, or compute that as well.
         """
         ...
 

@@ -4,15 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["GATED", "Linear", "RmsNorm", "identity", "linear"]
+from lamina.models.interface import Linear
 
-Linear = Callable[[Tensor], Tensor]
-"""x [T, in] -> a new tensor [T, out] that the caller may change in place."""
+__all__ = ["GATED", "LayerOps", "Norm", "RmsNorm", "TorchOps", "identity", "linear"]
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of x over its last dimension: new, in x's dtype."""
+        ...
+
+    def add(self, h: Tensor, delta: Tensor) -> Tensor:
+        """h += delta in place; returns the norm of the sum."""
+        ...
+
+
+class LayerOps(Protocol):
+    """What a decoder layer needs beside matrix products and attention, from whoever computes it best on a device."""
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        """RMSNorm: x / sqrt(mean(x²) + eps) * weight, float32 inside; weight float32 [dim] or [heads, dim]."""
+        ...
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+        """[T, 2 * inner] -> [T, inner]: the activation ("silu" or "gelu_tanh") of the first half times the second."""
+        ...
+
 
 _PACK_FOR_ROWS = 32  # the batch that packed weights are laid out for; 1 costs 20-40 % at M >= 8, 256 changes nothing
 
@@ -41,24 +64,24 @@ def _is_packable(weight: Tensor) -> bool:
 
 
 class _DenseLinear:
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class _PackedLinear:
-    __slots__ = ("_bias", "_weight")
+    __slots__ = ("_weight", "bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_FOR_ROWS)
-        self._bias = bias
+        self.bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
         return y
 
 
@@ -84,6 +107,9 @@ class RmsNorm:
         factor = torch.addcmul(self._eps, length, length, value=self._share).rsqrt_()
         return torch.mul(wide, factor).mul_(self._weight).to(x.dtype)
 
+    def add(self, h: Tensor, delta: Tensor) -> Tensor:
+        return self(h.add_(delta))
+
 
 def identity(x: Tensor) -> Tensor:
     """Stands where an architecture has no norm."""
@@ -102,3 +128,13 @@ def _gelu_mul(gate_up: Tensor) -> Tensor:
 
 GATED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"silu": _silu_mul, "gelu_tanh": _gelu_mul})
 """ModelConfig.activation -> [T, 2 * inner] -> [T, inner]: activation of the first half times the second."""
+
+
+class TorchOps:
+    """`LayerOps` on torch's own operators, for any device."""
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        return RmsNorm(weight, eps)
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+        return GATED[activation]

@@ -13,6 +13,7 @@ from lamina.models.build import build_decoder
 from lamina.models.checkpoint import Checkpoint, open_checkpoint
 from lamina.models.config import ModelConfig
 from lamina.models.interface import CausalLM
+from lamina.models.layers import LayerOps, TorchOps
 from lamina.models.placement import Placement, Shape, fused_shapes, ignored, placements
 
 __all__ = ["load_model", "random_model"]
@@ -20,15 +21,23 @@ __all__ = ["load_model", "random_model"]
 Progress = Callable[[int, int], None]
 
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_TORCH = TorchOps()
 _SHOWN = 20  # violations in a message; the rest are counted
 
 
-def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None) -> CausalLM:
+def load_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: LayerOps = _TORCH,
+    progress: Progress | None = None,
+) -> CausalLM:
     """Loads `config.json` and the safetensors weights of a Hugging Face folder, to compute in `dtype` on `device`.
 
-    `progress(done, total)` in bytes of the checkpoint. Peak memory is one copy of the weights plus the largest
-    tensor. Raises ConfigurationInvalid (with every missing, unknown, misshapen, mistyped or non-finite tensor) and
-    UnsupportedModel.
+    `ops` computes what is neither a matrix product nor attention; `progress(done, total)` is in bytes of the checkpoint.
+    Peak memory is one copy of the weights plus the largest tensor. Raises ConfigurationInvalid (with every missing,
+    unknown, misshapen, mistyped or non-finite tensor) and UnsupportedModel.
     """
     config = ModelConfig.from_folder(folder)
     plan = placements(config)
@@ -37,17 +46,19 @@ def load_model(folder: Path, *, dtype: torch.dtype, device: torch.device, progre
         weights = _allocate(plan, _embedding_dtype(checkpoint, dtype), dtype, device)
         broken = _fill(weights, plan, checkpoint, progress or (lambda done, total: None))
     _refuse(folder, broken)
-    return build_decoder(config, weights, dtype=dtype)
+    return build_decoder(config, weights, dtype=dtype, ops=ops)
 
 
-def random_model(config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device) -> CausalLM:
+def random_model(
+    config: ModelConfig, seed: int, dtype: torch.dtype, device: torch.device, ops: LayerOps = _TORCH
+) -> CausalLM:
     """A model with random weights of sensible size, the same for the same seed on every device."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: _random(name, shape, config, generator).to(dtype).to(device)
         for name, shape in fused_shapes(placements(config)).items()
     }
-    return build_decoder(config, weights, dtype=dtype)
+    return build_decoder(config, weights, dtype=dtype, ops=ops)
 
 
 def _random(name: str, shape: Shape, config: ModelConfig, generator: torch.Generator) -> Tensor:

@@ -34,17 +34,17 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 class Rotation:
     """The rotation of one step's tokens."""
 
-    __slots__ = ("_cos", "_half", "_sin")
+    __slots__ = ("_half", "cos", "signed_sin")
 
     def __init__(self, cos: Tensor, signed_sin: Tensor) -> None:
         """Both [T, 1, head_dim]; `signed_sin` has its first half negated."""
-        self._cos, self._sin = cos, signed_sin
+        self.cos, self.signed_sin = cos, signed_sin
         self._half = cos.shape[-1] // 2
 
     def __call__(self, heads: Tensor) -> None:
         """Rotates heads [T, any number, head_dim] in place: (a, b) -> (a cos - b sin, b cos + a sin)."""
         swapped = heads.roll(self._half, -1)
-        heads.mul_(self._cos).addcmul_(swapped, self._sin)
+        heads.mul_(self.cos).addcmul_(swapped, self.signed_sin)
 
 
 class Rope:

@@ -10,6 +10,7 @@ import torch
 
 from lamina.engine.attention import PagedAttention, Span, plan_attention
 from lamina.engine.pool import BlockPool
+from lamina.models.rope import Rotation
 
 BLOCK, LAYERS = 4, 3
 SHAPES = {"gqa": (6, 2, 8), "mha": (3, 3, 16), "mqa": (4, 1, 8)}
@@ -24,6 +25,16 @@ STEPS = {
     "same-count-other-prefix": [(4, 5), (12, 5), (0, 5)],
     "mixed": [(0, 7), (20, 1), (5, 3), (2, 1), (0, 1), (16, 16)],
 }
+
+
+class Still(Rotation):
+    """A rotation by nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.ones(1, 1, 2), torch.zeros(1, 1, 2))
+
+    def __call__(self, heads: torch.Tensor) -> None:
+        pass
 
 
 def build(seed: int, spans: list[tuple[int, int]], heads: int, kv_heads: int, dim: int):  # type: ignore[no-untyped-def]
@@ -82,7 +93,7 @@ def test_equals_dense_attention(
     attend.begin(plan_attention(built, pool))
     scale = 1 / math.sqrt(shape[2])
     for layer in range(LAYERS):
-        out = attend(layer, q, k, v, scale=scale, window=window, softcap=softcap)
+        out = attend(layer, torch.cat((q, k), 1), v, Still(), scale=scale, window=window, softcap=softcap)
         for span in built:
             rows = slice(span.row, span.row + span.count)
             for position in range(span.count):
@@ -99,12 +110,12 @@ def test_blocks_of_others_are_not_read() -> None:
     plan = plan_attention(built, pool)
     attend = PagedAttention(pool)
     attend.begin(plan)
-    before = attend(1, q, k, v, scale=0.3)
+    before = attend(1, torch.cat((q, k), 1), v, Still(), scale=0.3)
     owned = {int(block) for span in built for block in span.table}
     others = [block for block in range(pool.num_blocks) if block not in owned]
     pool.data[others] = 1e6
     attend.begin(plan)
-    torch.testing.assert_close(attend(1, q, k, v, scale=0.3), before)
+    torch.testing.assert_close(attend(1, torch.cat((q, k), 1), v, Still(), scale=0.3), before)
 
 
 def test_ragged_decode_rows_are_grouped() -> None:
@@ -117,4 +128,4 @@ def test_ragged_decode_rows_are_grouped() -> None:
 def test_without_a_plan_it_refuses() -> None:
     pool, _, q, k, v = build(4, [(0, 1)], 6, 2, 8)
     with pytest.raises(RuntimeError, match="begin"):
-        PagedAttention(pool)(0, q, k, v, scale=1.0)
+        PagedAttention(pool)(0, torch.cat((q, k), 1), v, Still(), scale=1.0)

@@ -224,7 +224,7 @@ def test_a_table_that_fails_leaves_the_slots_intact() -> None:
         def put(self, slot: int, prepared: PreparedLora) -> None:
             raise MemoryError
 
-        def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+        def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
             raise AssertionError
 
     slots = AdapterSlots(4 * UNIT, loader, make_table=lambda sites, dtype, device: Broken(sites))

@@ -14,7 +14,7 @@ import transformers
 
 from fixtures.dense import DenseAttend, logits_of
 from lamina.models.config import ModelConfig
-from lamina.models.interface import CausalLM
+from lamina.models.interface import CausalLM, Linear
 from lamina.models.loader import load_model, random_model
 from lamina.models.registry import FAMILIES
 
@@ -235,9 +235,10 @@ class RecordingLora:
     def __init__(self, deltas: dict[tuple[int, str], torch.Tensor]) -> None:
         self.deltas, self.calls = deltas, []  # type: ignore[var-annotated]
 
-    def apply(self, layer: int, site: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    def project(self, layer: int, site: str, x: torch.Tensor, linear: Linear) -> torch.Tensor:
+        y = linear(x)
         self.calls.append((layer, site, tuple(x.shape), tuple(y.shape)))
-        y.add_(x @ self.deltas[layer, site])
+        return y.add_(x @ self.deltas[layer, site])
 
 
 @pytest.mark.parametrize("case", ["llama-gqa3-head16", "qwen3", "gemma3"])
