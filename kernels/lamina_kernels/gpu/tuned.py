@@ -78,3 +78,35 @@ LORA_EXPAND_DECODE = ExpandShape(rows=DECODE_ROWS, block_rank=16, block_columns=
 LORA_EXPAND_PREFILL = ExpandShape(rows=PREFILL_ROWS, block_rank=32, block_columns=128, num_warps=4)
 LORA_EMBED_RANK = 64  # reasoned: one gathered row is 16 to 512 bytes
 LORA_EMBED_WARPS = 4  # reasoned
+
+# --- The rest of a step: norm, gated, rotate_write, blocks. All of it reasoned, not measured. ------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormTile:
+    """What one program of `rms_norm` and `add_rms_norm` owns."""
+
+    rows: int
+    block: int  # columns: the next power of two above D
+    warps: int
+
+
+def norm_tile(dim: int) -> NormTile:
+    """8 elements a lane up to 1024 (16 bytes of a 2-byte type), then 16, at 16384 32: a row stays in registers, and a
+    lone decode row has as many loads in flight as it can use."""
+    block = 1 << (dim - 1).bit_length()
+    return NormTile(rows=max(1, 1024 // block), block=block, warps=min(16, max(4, block // 512)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatTile:
+    """Elements and warps of one program that goes over its data without meeting itself."""
+
+    block: int
+    warps: int
+
+
+GATED = FlatTile(block=1024, warps=4)  # 8 elements a lane and half; 14 programs for one row of Llama-3-8B
+ROTATE_WRITE = FlatTile(block=512, warps=2)  # half heads: 8 elements a lane; 5 programs a token of Llama-3-8B
+BLOCKS = FlatTile(block=4096, warps=4)  # words of 4 bytes: 8 loads of 16 bytes a lane before the first store
+BLOCK_PROGRAMS = 32  # that share one block: 64 KiB each of 2 MiB, so that unused entries of a launch cost little
