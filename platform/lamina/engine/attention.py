@@ -15,28 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lamina.engine.batch import Span
 from lamina.engine.pool import BlockPool
 from lamina.models.interface import Rotation
 
-__all__ = ["AttentionGroup", "AttentionPlan", "PagedAttention", "Span", "plan_attention"]
+__all__ = ["AttentionGroup", "AttentionPlan", "PagedAttention", "plan_attention"]
 
 # A group may read this share of padding: beyond it a second call per layer (~0.1 ms on CPU for 30 layers at
 # batch 1) is cheaper than the wasted reads. Not tuned further.
 _MAX_PADDING = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One choice's new tokens: rows [row, row + count) of the batch, at positions [start, start + count)."""
-
-    row: int
-    start: int
-    count: int
-    table: np.ndarray  # [blocks] int64
-
-    @property
-    def context(self) -> int:
-        return self.start + self.count
 
 
 @dataclass(slots=True)

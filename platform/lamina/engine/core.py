@@ -6,17 +6,19 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lamina.engine.adapters import AdapterLoads
-from lamina.engine.batch import Batch, Batcher
+from lamina.engine.batch import build_batch
+from lamina.engine.flight import Flight
 from lamina.engine.plan import StepPlan
-from lamina.engine.request import Choice, RequestState
+from lamina.engine.request import Choice, ChoiceStatus, RequestState
 from lamina.engine.runner import Runner
-from lamina.engine.sampler import Sampled, Sampler
+from lamina.engine.sampler import Sampled, StepSampler
 from lamina.engine.sampling_params import validate
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.scheduler import Scheduler
@@ -59,9 +61,8 @@ class EngineCore:
         eos_token_ids: frozenset[int],
         limits: CoreLimits,
         scheduler: Scheduler,
-        batcher: Batcher,
         runner: Runner,
-        sampler: Sampler,
+        sampler: StepSampler,
         adapters: AdapterLoads,
     ) -> None:
         self.info = info
@@ -69,7 +70,6 @@ class EngineCore:
         self._layout = layout
         self._eos = eos_token_ids
         self._limits = limits
-        self._batcher = batcher
         self._runner = runner
         self._sampler = sampler
         self._adapters = adapters
@@ -77,6 +77,7 @@ class EngineCore:
         self._retiring: set[str] = set()  # adapters to unload when their last request has ended
         self._outbox: list[TokenEvent] = []
         self._counts: Counter[str] = Counter()
+        self._flight: Flight | None = None  # launched and not landed yet
         self._step_seconds = 0.0
         self._arrivals = 0
 
@@ -161,7 +162,9 @@ class EngineCore:
             eos_token_ids=self._eos,
             vocab_size=self.info.vocab_size,
         )
-        choice = Choice(state, index, list(request.prompt_token_ids), chain, sampling)
+        prompt = list(request.prompt_token_ids)
+        limit = min(len(prompt) + state.params.max_tokens, self.info.max_context)
+        choice = Choice(state, index, prompt, chain, sampling, limit=limit)
         state.choices[index] = choice
         return choice
 
@@ -194,55 +197,74 @@ class EngineCore:
     # --- step ---------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self._requests) or bool(self._outbox)
+        return bool(self._requests) or bool(self._outbox) or self._flight is not None
 
     def step(self) -> list[TokenEvent]:
-        """Runs one forward pass; returns the events since the last call."""
+        """Launches one forward pass and lands one; returns the events since the last call.
+
+        If the sampler runs ahead, the pass that lands is the one before, so that the device never waits for this
+        code; else it is the same one.
+        """
         plan = self.scheduler.plan()
         for choice, failure in plan.failures:
             self._finish(choice, FinishReason.ERROR, failure=failure)
+        for choice in plan.preempted:
+            self._sampler.leave(choice.sampling)
+        started = time.perf_counter()
+        landing, self._flight = self._flight, self._launch(plan) if plan.chunks else None
+        if landing is not None:
+            self._land(landing)
+        if self._flight is not None and not self._flight.ahead:
+            landing, self._flight = self._flight, None
+            self._land(landing)
         if plan.chunks:
-            started = time.perf_counter()
-            self._run(plan)
             self._step_seconds += time.perf_counter() - started
             self._counts["steps"] += 1
-        elif self._requests and not plan.failures:
+        elif self._requests and landing is None and not plan.failures:
             self._adapters.wait(seconds=0.05)  # nothing can run before an adapter has loaded
         events, self._outbox = self._outbox, []
         return events
 
-    def _run(self, plan: StepPlan) -> None:
+    @torch.inference_mode()
+    def _launch(self, plan: StepPlan) -> Flight | None:
+        """Starts a step: what it computes is booked now, since whatever runs later finds it done. None if it failed."""
         try:
-            batch = self._batcher.build(plan)
+            batch = build_batch(plan)
             logits = self._runner.forward(batch)
-            families = self._draw(batch, logits)
+            families = [[chunk.choice, *self._siblings(chunk.choice)] for chunk in batch.sampled]
+            states = [choice.sampling for family in families for choice in family]
+            draws = self._sampler.launch(_rows(logits, families), states)
         except (RuntimeError, ValueError, IndexError, MemoryError) as error:
-            _log.exception("a forward pass over %d chunks failed", len(plan.chunks))
-            failure = EngineFailure(EngineInternal.code, f"The engine failed on this request: {error}")
-            for chunk in plan.chunks:
-                self._fail(chunk.choice, failure)
-            return
+            self._crash(plan, error)
+            return None
+        flight = Flight(plan, families, draws, ahead=self._sampler.runs_ahead and all(len(f) == 1 for f in families))
         for chunk in batch.chunks:
             self.scheduler.computed(chunk)
-        for family in families:
+        if flight.ahead:
+            for (choice,) in families:
+                choice.expect(self._sampler.placeholder(choice.sampling))
+        return flight
+
+    def _land(self, flight: Flight) -> None:
+        """Takes in what a step drew. Choices that ended since it was launched are past caring."""
+        try:
+            sampled = flight.collect()
+        except RuntimeError as error:
+            self._crash(flight.plan, error)
+            return
+        for family in sampled:
             for child, _ in family[1:]:
                 self.scheduler.fork(family[0][0], child)
             for choice, token in family:
-                self._accept(choice, token)
+                if choice.status is not ChoiceStatus.FINISHED:
+                    self._accept(choice, token)
 
-    @torch.inference_mode()
-    def _draw(self, batch: Batch, logits: Tensor) -> list[list[tuple[Choice, Sampled]]]:
-        """Draws the next token of every chunk that ends its choice. A first token is drawn for all n siblings
-        from the same row: they are born here."""
-        if not batch.sampled:
-            return []
-        drawing = [[chunk.choice, *self._siblings(chunk.choice)] for chunk in batch.sampled]
-        if any(len(family) > 1 for family in drawing):
-            rows = [row for row, family in enumerate(drawing) for _ in family]
-            logits = logits.index_select(0, torch.tensor(rows, device=logits.device))
-        states = [choice.sampling for family in drawing for choice in family]
-        tokens = iter(self._sampler.sample(logits, states))
-        return [[(choice, next(tokens)) for choice in family] for family in drawing]
+    def _crash(self, plan: StepPlan, error: Exception) -> None:
+        _log.error("a forward pass over %d chunks failed", len(plan.chunks), exc_info=error)
+        failure = EngineFailure(EngineInternal.code, f"The engine failed on this request: {error}")
+        for chunk in plan.chunks:
+            if chunk.choice.status is not ChoiceStatus.FINISHED:
+                self._fail(chunk.choice, failure)
 
     def _siblings(self, parent: Choice) -> list[Choice]:
         siblings = range(1, 1 + parent.unborn)
@@ -256,6 +278,7 @@ class EngineCore:
             self._finish(choice, FinishReason.ERROR, failure=failure)
         else:
             choice.append(sampled.token_id)
+            self.scheduler.publish(choice)
             self._counts["generation_tokens"] += 1
             reason = self._finish_reason(choice, sampled.token_id)
             if reason is None:
@@ -267,7 +290,7 @@ class EngineCore:
         params = choice.sampling.params
         if token in params.stop_token_ids or (token in self._eos and not params.ignore_eos):
             return FinishReason.STOP
-        if choice.output_len >= params.max_tokens or len(choice.tokens) >= self.info.max_context:
+        if choice.known >= choice.limit:
             return FinishReason.LENGTH
         return None
 
@@ -288,6 +311,7 @@ class EngineCore:
         failure: EngineFailure | None = None,
     ) -> None:
         self.scheduler.finish(choice)
+        self._sampler.leave(choice.sampling)
         state = choice.request
         state.choices.pop(choice.index, None)
         self._outbox.append(self._event(choice, sampled, reason, failure))
@@ -370,3 +394,11 @@ class EngineCore:
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._adapters.close()
+
+
+def _rows(logits: Tensor, families: Sequence[Sequence[Choice]]) -> Tensor:
+    """One row per choice: siblings draw their first tokens from the same row. logits [families, V] -> [choices, V]."""
+    if all(len(family) == 1 for family in families):
+        return logits
+    rows = [row for row, family in enumerate(families) for _ in family]
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))

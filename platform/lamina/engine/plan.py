@@ -27,6 +27,11 @@ class Chunk:
         return self.start + self.count
 
     @property
+    def decodes(self) -> bool:
+        """One token behind the prompt. A prompt's last piece of one token is prefill, however it was cut."""
+        return self.count == 1 and self.start >= self.choice.prompt_len
+
+    @property
     def samples(self) -> bool:
         """Whether the step reaches the choice's last known token, so that the next one can be drawn."""
         return self.stop == len(self.choice.tokens)
@@ -36,7 +41,7 @@ class Chunk:
 class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     failures: list[tuple[Choice, EngineFailure]] = field(default_factory=list)  # could not be admitted
-    preempted: int = 0
+    preempted: list[Choice] = field(default_factory=list)  # back in the queue, without blocks
 
     @property
     def is_empty(self) -> bool:

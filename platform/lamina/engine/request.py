@@ -45,12 +45,17 @@ class Choice:
     covers at least `computed` tokens, and its first `published` blocks are in the prefix index. While it waits,
     `computed == 0` and the table is empty: a preempted choice recomputes its own tokens, which is how it resumes
     with identical output.
+
+    `tokens` may end in up to two *placeholders* (negative, see `StepSampler.placeholder`): tokens that launched steps
+    are drawing. They count as tokens for planning; the first `known` are real, and only those have identities.
     """
 
     __slots__ = (
         "chain",
         "computed",
         "index",
+        "known",
+        "limit",
         "published",
         "request",
         "sampling",
@@ -66,10 +71,15 @@ class Choice:
         tokens: list[int],
         chain: IdentityChain,
         sampling: SamplingState,
+        *,
+        limit: int,
     ) -> None:
+        """`limit`: tokens, the prompt's included, after which it ends in any case."""
         self.request = request
         self.index = index
         self.tokens = tokens
+        self.known = len(tokens)
+        self.limit = limit
         self.chain = chain
         self.sampling = sampling
         self.table: list[int] = []
@@ -83,8 +93,18 @@ class Choice:
         return len(self.tokens) - self.computed
 
     @property
+    def prompt_len(self) -> int:
+        return len(self.request.request.prompt_token_ids)
+
+    @property
     def output_len(self) -> int:
-        return len(self.tokens) - len(self.request.request.prompt_token_ids)
+        """Drawn tokens, those being drawn included."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def is_drawn_out(self) -> bool:
+        """Whether every token that it may have is drawn or being drawn: there is nothing left to compute."""
+        return len(self.tokens) >= self.limit
 
     @property
     def unborn(self) -> int:
@@ -100,7 +120,13 @@ class Choice:
         """Identities that a prefix look-up may use: at least one token must be left to compute."""
         return self.chain.ids[: (len(self.tokens) - 1) // block_size]
 
+    def expect(self, placeholder: int) -> None:
+        """Notes that a launched step draws the next token."""
+        self.tokens.append(placeholder)
+
     def append(self, token_id: int) -> None:
-        self.tokens.append(token_id)
+        """Takes the next drawn token, in place of its placeholder if there is one."""
+        self.tokens[self.known : self.known + 1] = [token_id]
+        self.known += 1
         self.chain.extend((token_id,))
         self.sampling.append(token_id)

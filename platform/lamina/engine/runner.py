@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina.engine.attention import PagedAttention
+from lamina.engine.attention import PagedAttention, plan_attention
 from lamina.engine.batch import Batch
 from lamina.engine.pool import BlockPool
 from lamina.models.interface import CausalLM
@@ -23,7 +25,7 @@ class Runner(Protocol):
 
 
 class EagerRunner:
-    """Operator by operator; the device decides which kernels run."""
+    """Operator by operator, on torch alone: the CPU's way, and what device kernels are compared with."""
 
     def __init__(self, model: CausalLM, pool: BlockPool, slots: AdapterSlots) -> None:
         self._model = model
@@ -35,7 +37,11 @@ class EagerRunner:
     def forward(self, batch: Batch) -> Tensor:
         self._pool.clear(batch.fresh)
         self._pool.copy(batch.copies)
-        self._attention.begin(batch.attention)
+        self._attention.begin(plan_attention(batch.spans, self._pool))
         lora = self._slots.batch(batch.segments, batch.num_tokens) if batch.segments else None
-        hidden = self._model.forward(batch.token_ids, batch.positions, self._attention, lora)
-        return self._model.logits(hidden.index_select(0, batch.logit_rows))
+        tokens, positions = self._tensor(batch.token_ids), self._tensor(batch.positions)
+        hidden = self._model.forward(tokens, positions, self._attention, lora)
+        return self._model.logits(hidden.index_select(0, self._tensor(batch.logit_rows)))
+
+    def _tensor(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._pool.data.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from lamina.engine.sampling_random import uniforms
 from lamina.engine.sampling_state import SamplingState
 from lamina.types import TokenLogprob
 
-__all__ = ["Sampled", "Sampler"]
+__all__ = ["Drawn", "Draws", "Sampled", "Sampler", "StepSampler"]
 
 _NOT_FINITE = "The model returned logits that are not finite numbers."
 _ALL_MASKED = "No token is left to choose: min_tokens forbids every token that the model allows."
@@ -38,11 +39,62 @@ class Sampled:
     failed: str | None = None
 
 
+class Draws(Protocol):
+    """One step's draws, under way."""
+
+    def collect(self) -> list[Sampled]:
+        """Waits for them; one outcome per row, in order."""
+        ...
+
+
+class StepSampler(Protocol):
+    """Draws the next tokens of a step's choices."""
+
+    runs_ahead: bool
+    """Whether a next step may be launched before this one's draws are collected."""
+
+    def launch(self, logits: Tensor, states: Sequence[SamplingState]) -> Draws:
+        """Starts one draw per row of logits [R, V] float32, which may be modified. ValueError for shapes amiss.
+
+        A state is advanced by its owner (`SamplingState.append`) when the draw is collected, at most one step late.
+        """
+        ...
+
+    def placeholder(self, state: SamplingState) -> int:
+        """A negative number that stands in a batch's token ids for the token that was last launched for `state`."""
+        ...
+
+    def leave(self, state: SamplingState) -> None:
+        """Forgets what it keeps for a choice that ended or lost its place; it may come back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`Draws` that are there already."""
+
+    outcomes: list[Sampled]
+
+    def collect(self) -> list[Sampled]:
+        return self.outcomes
+
+
 class Sampler:
-    """Samples on the CPU; logits on another device are copied over. Not safe for use from two threads."""
+    """A `StepSampler` on the CPU; logits on another device are copied over. Not safe for use from two threads."""
+
+    runs_ahead = False
 
     def __init__(self) -> None:
         self._buffers = RowBuffers(0)
+
+    def launch(self, logits: Tensor, states: Sequence[SamplingState]) -> Drawn:
+        return Drawn(self.sample(logits, states))
+
+    def placeholder(self, state: SamplingState) -> int:
+        raise RuntimeError("this sampler's tokens are known at once")
+
+    def leave(self, state: SamplingState) -> None:
+        """Keeps nothing between steps."""
 
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
         """One outcome per row, in order. `logits` is [R, V] float32 and may be modified in place.

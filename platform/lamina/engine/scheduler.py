@@ -55,8 +55,9 @@ class Scheduler:
     def plan(self) -> StepPlan:
         plan = StepPlan()
         budget = self._max_batch_tokens
-        decoding = [choice for choice in self.running if choice.pending == 1]
-        prefilling = [choice for choice in self.running if choice.pending > 1]
+        ready = [choice for choice in self.running if not choice.is_drawn_out]
+        decoding = [choice for choice in ready if choice.pending == 1]
+        prefilling = [choice for choice in ready if choice.pending > 1]
         for choice in decoding + prefilling:
             budget -= self._schedule(choice, budget, plan)
         if not plan.preempted:
@@ -188,7 +189,7 @@ class Scheduler:
         choice.status = ChoiceStatus.WAITING
         self.queue.push(choice)
         self.preemptions += 1
-        plan.preempted += 1
+        plan.preempted.append(choice)
         return plan.drop(choice)
 
     def finish(self, choice: Choice) -> None:
@@ -210,10 +211,13 @@ class Scheduler:
     # --- after the step -----------------------------------------------------------------------------------
 
     def computed(self, chunk: Chunk) -> None:
-        """Books a chunk whose keys and values are written, and publishes the blocks it filled."""
-        choice = chunk.choice
-        choice.computed = chunk.stop
-        full = choice.computed // self._block_size
+        """Books a chunk whose keys and values are written by all that runs after it, and publishes what it filled."""
+        chunk.choice.computed = chunk.stop
+        self.publish(chunk.choice)
+
+    def publish(self, choice: Choice) -> None:
+        """Makes full blocks findable, as far as their tokens are known."""
+        full = min(choice.computed // self._block_size, len(choice.chain.ids))
         for block in range(choice.published, full):
             self.kv.publish(choice.table[block], choice.chain.ids[block])
         choice.published = max(choice.published, full)

@@ -35,9 +35,9 @@ def load_model(
 ) -> CausalLM:
     """Loads `config.json` and the safetensors weights of a Hugging Face folder, to compute in `dtype` on `device`.
 
-    `ops` computes what is neither a matrix product nor attention; `progress(done, total)` is in bytes of the checkpoint.
-    Peak memory is one copy of the weights plus the largest tensor. Raises ConfigurationInvalid (with every missing,
-    unknown, misshapen, mistyped or non-finite tensor) and UnsupportedModel.
+    `ops` computes what is neither a matrix product nor attention; `progress(done, total)` is in bytes of the
+    checkpoint. Peak memory is one copy of the weights plus the largest tensor. Raises ConfigurationInvalid (with every
+    missing, unknown, misshapen, mistyped or non-finite tensor) and UnsupportedModel.
     """
     config = ModelConfig.from_folder(folder)
     plan = placements(config)

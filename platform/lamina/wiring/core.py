@@ -10,7 +10,6 @@ import torch
 
 from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
-from lamina.engine.batch import Batcher
 from lamina.engine.core import CoreLimits, EngineCore
 from lamina.engine.pool import BlockPool
 from lamina.engine.runner import EagerRunner
@@ -118,7 +117,6 @@ def assemble(
             max_waiting=config.max_waiting, max_choices=config.max_choices, max_logprobs=config.max_logprobs
         ),
         scheduler=scheduler,
-        batcher=Batcher(pool, device),
         runner=EagerRunner(model, pool, loads.slots),
         sampler=Sampler(),
         adapters=loads,

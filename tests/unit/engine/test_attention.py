@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.engine.attention import PagedAttention, Span, plan_attention
+from lamina.engine.attention import PagedAttention, plan_attention
+from lamina.engine.batch import Span
 from lamina.engine.pool import BlockPool
 from lamina.models.rope import Rotation
 
