@@ -1,0 +1,1 @@
+"""Kernels with one fault each, for the tests of `lamina_kernels.gpu.aot`."""

@@ -1,0 +1,1 @@
+"""Kernels that compile well, for the tests of `lamina_kernels.gpu.aot`."""
