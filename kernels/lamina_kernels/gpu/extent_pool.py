@@ -51,6 +51,11 @@ class ExtentPool:
         self._lengths: dict[int, int] = {}  # by start
 
     @property
+    def starts(self) -> tuple[int, ...]:
+        """First elements of all extents, ascending."""
+        return tuple(self._starts)
+
+    @property
     def used(self) -> int:
         """Elements in extents."""
         return sum(self._lengths.values())
