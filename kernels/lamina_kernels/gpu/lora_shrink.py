@@ -4,19 +4,18 @@
 
 A site's slices (q, k and v; gate and up) share their input, so their A's are stacked, R rows in all, 1 to 768.
 
-Tiling: program (tile, split, p) multiplies the tile's rows by the rank blocks p, p + P, p + 2P, ... below R. The grid thus
-depends on capacities alone and stays the same in a captured graph, while a small R leaves the other programs at once.
+Tiling: program (tile, split, p) multiplies the tile's rows by the rank blocks p, p + P, p + 2P, ... below R. The grid
+thus depends on capacities alone and stays the same in a captured graph, while a small R leaves the others at once.
 Both kinds use matrix instructions: a decode tile has 16 rows, as few as they take, and rows it lacks are masked.
 
-Determinism: splits are written to planes of their own, which `expand` sums in order; no atomics, and nothing to clear. How
-`in` is cut depends on `in` and the kind of row only. So a row's sums never depend on other rows.
+Determinism: splits are written to planes of their own, which `expand` sums in order; no atomics, and nothing to clear.
+How `in` is cut depends on `in` and the kind of row only. So a row's sums never depend on other rows.
 
 Nothing else of `planes` is written: rows outside the tiles and columns from R on keep what they held.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -71,7 +70,9 @@ def _shrink_kernel(
             m_k = o_k < in_features
             b_x = tl.load(x + row[:, None] * x_stride + o_k[None, :], mask=m_row[:, None] & m_k[None, :], other=0.0)
             b_a = tl.load(
-                p_a + o_rank[None, :].to(tl.int64) * stride + o_k[:, None], mask=m_rank[None, :] & m_k[:, None], other=0.0
+                p_a + o_rank[None, :].to(tl.int64) * stride + o_k[:, None],
+                mask=m_rank[None, :] & m_k[:, None],
+                other=0.0,
             )
             acc = tl.dot(b_x, b_a, acc, input_precision="ieee")
         p_h = planes + i_split.to(tl.int64) * plane_stride + row[:, None] * row_stride + o_rank[None, :]
@@ -81,10 +82,10 @@ def _shrink_kernel(
 def shrink(x: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, planes: Tensor, *, kind: ShrinkShape) -> None:
     """planes[s, row, 0:R] = x[row, split s] . A^T for each row of each tile; the rest of `planes` is left as it is.
 
-    x [T, in], rows may be strided; pool [N], x's dtype; table int64 [slots, FIELDS], one site's rows (`lora_layout`); tiles
-    int32 [n, 3] for `kind.rows` (`lora_tiles`), its rows below T, its slots below `slots`; planes float32
-    [>= kind.splits(in), >= T, >= every R]. Splits are summed by `expand(..., splits=kind.splits(in))`. Raises ValueError or
-    TypeError for wrong shapes, dtypes or strides; numbers inside `table` and `tiles` are trusted.
+    x [T, in], rows may be strided; pool [N], x's dtype; table int64 [slots, FIELDS], one site's rows (`lora_layout`);
+    tiles int32 [n, 3] for `kind.rows` (`lora_tiles`), its rows below T, its slots below `slots`; planes float32
+    [>= kind.splits(in), >= T, >= every R]. Splits are summed by `expand(..., splits=kind.splits(in))`. Raises
+    ValueError or TypeError for wrong shapes, dtypes or strides; numbers inside `table` and `tiles` are trusted.
     """
     check_rows("x", x, pool.dtype)
     check_pool(pool, table, tiles, planes)
@@ -104,18 +105,21 @@ def shrink(x: Tensor, pool: Tensor, table: Tensor, tiles: Tensor, planes: Tensor
         x.stride(0),
         planes.stride(0),
         planes.stride(1),
-        FIELDS=FIELDS,
-        ALIGN=ALIGN,
-        CHUNK=kind.chunk(in_features),
-        ROWS=kind.rows,
-        BLOCK_RANK=kind.block_rank,
-        BLOCK_K=kind.block_k,
+        **_constants(kind, in_features, pool.element_size()),
         num_warps=kind.num_warps,
         num_stages=kind.num_stages,
     )
 
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+def _constants(kind: ShrinkShape, in_features: int, element_size: int) -> dict[str, int]:
+    return {
+        "FIELDS": FIELDS,
+        "ALIGN": ALIGN,
+        "CHUNK": kind.chunk(in_features),
+        "ROWS": kind.rows,
+        "BLOCK_RANK": kind.block_rank,
+        "BLOCK_K": kind.block_k_fp32 if element_size == 4 else kind.block_k,
+    }
 
 
 def compile_cases() -> list[CompileCase]:
@@ -130,14 +134,7 @@ def compile_cases() -> list[CompileCase]:
 
 def _case(name: str, dtype: str, in_features: int, kind: ShrinkShape) -> CompileCase:
     numbers = ("in_features", "x_stride", "plane_stride", "row_stride")
-    constants = {
-        "FIELDS": FIELDS,
-        "ALIGN": ALIGN,
-        "CHUNK": kind.chunk(in_features),
-        "ROWS": kind.rows,
-        "BLOCK_RANK": kind.block_rank,
-        "BLOCK_K": kind.block_k,
-    }
+    constants = _constants(kind, in_features, 4 if dtype == "fp32" else 2)
     pointers = {"x": f"*{dtype}", "pool": f"*{dtype}", "table": "*i64", "tiles": "*i32", "planes": "*fp32"}
     return CompileCase(
         name=name,

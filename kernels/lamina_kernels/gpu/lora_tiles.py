@@ -5,10 +5,10 @@
     tiles      (2, 0, 5)                (0, 12, 2) (7, 14, 16) (7, 30, 1)     tile_rows = 16: (slot, first row, rows)
     padding    (-1, 0, 0) ...                                                 up to the capacity that a graph captured
 
-A tile never mixes adapters, so one program multiplies its rows by one adapter's weights. Base rows are in no tile and cost
-nothing; padding leaves at once. Decode rows and prefill rows have tiles of different heights, because one to a few rows
-per adapter want little waste and long segments want the wide matrix instructions. A row's kind is its own property, so its
-result does not depend on which other rows share the launch.
+A tile never mixes adapters, so one program multiplies its rows by one adapter's weights. Base rows are in no tile and
+cost nothing; padding leaves at once. Decode rows and prefill rows have tiles of different heights, because one to a
+few rows per adapter want little waste and long segments want the wide matrix instructions. A row's kind is its own
+property, so its result does not depend on which other rows share the launch.
 """
 
 from __future__ import annotations

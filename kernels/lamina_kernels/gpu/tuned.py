@@ -21,8 +21,9 @@ class ShrinkShape:
     rows: int  # of a tile
     block_rank: int
     block_k: int
+    block_k_fp32: int  # divides block_k; small, because products without matrix instructions are unrolled in registers
     rank_programs: int  # per tile and split; they stride over the rank blocks
-    split_k: int  # a split covers at least so much of `in`, a multiple of block_k
+    split_k: int  # a split covers at least so much of `in`
     max_splits: int
     num_warps: int
     num_stages: int
@@ -44,38 +45,63 @@ class ExpandShape:
     rows: int  # of a tile
     block_rank: int
     block_columns: int
+    block_rank_fp32: int
+    block_columns_fp32: int
     num_warps: int
     num_stages: int = 1  # sm_90 with fp32 input needs 1: ptxas before 13.3 miscompiles more (triton issue 9433)
 
+    def blocks(self, element_size: int) -> tuple[int, int]:
+        """(ranks, columns) of a block, by the bytes of an element."""
+        if element_size == 4:
+            return self.block_rank_fp32, self.block_columns_fp32
+        return self.block_rank, self.block_columns
 
-# Reasoned, not measured. Decode: many small programs, because A is read once and its bytes are the cost; a rank block of
-# 16 keeps rank 8 and 16 from computing much air. Two warps: 16 x 16 results are two m16n8 instructions.
+
+# Reasoned, not measured. Many small programs, because A is read once and its bytes are the cost; a rank block of 16
+# keeps rank 8 and 16 from computing much air; two warps, as 16 x 16 results are two m16n8 instructions.
 LORA_SHRINK_DECODE = ShrinkShape(
     rows=DECODE_ROWS,
     block_rank=16,
     block_k=256,
+    block_k_fp32=32,
     rank_programs=4,
     split_k=512,
     max_splits=16,
     num_warps=2,
     num_stages=3,
 )
-# Reasoned, not measured. Prefill: x is the cost, so a block of 64 ranks (q, k and v of rank 16 fit) reads it once; few
-# splits, because expand reads every plane again for each tile of columns.
+# Reasoned, not measured. A chunk of 512 tokens is 8 tiles, so splits and rank blocks of 32 must fill the chip; the rank
+# blocks share x in L2.
 LORA_SHRINK_PREFILL = ShrinkShape(
     rows=PREFILL_ROWS,
-    block_rank=64,
-    block_k=64,
-    rank_programs=2,
-    split_k=1024,
+    block_rank=32,
+    block_k=128,
+    block_k_fp32=32,
+    rank_programs=4,
+    split_k=512,
     max_splits=8,
     num_warps=4,
     num_stages=3,
 )
-# Reasoned, not measured. 128 columns: 16 bytes a lane for half of B's rows at once, and still 32 programs per tile of
-# rows at 4096 columns.
-LORA_EXPAND_DECODE = ExpandShape(rows=DECODE_ROWS, block_rank=16, block_columns=128, num_warps=4)
-LORA_EXPAND_PREFILL = ExpandShape(rows=PREFILL_ROWS, block_rank=32, block_columns=128, num_warps=4)
+# Reasoned, not measured. 32 programs per tile of rows at 4096 columns.
+LORA_EXPAND_DECODE = ExpandShape(
+    rows=DECODE_ROWS,
+    block_rank=16,
+    block_columns=128,
+    block_rank_fp32=16,
+    block_columns_fp32=128,
+    num_warps=4,
+)
+# Reasoned, not measured. Each block of columns reads every plane of its ranks again, so blocks should be wide; at 8 warps
+# and 128 columns two programs still fit into a multiprocessor's registers (128 each), at 256 columns only one (238).
+LORA_EXPAND_PREFILL = ExpandShape(
+    rows=PREFILL_ROWS,
+    block_rank=32,
+    block_columns=128,
+    block_rank_fp32=16,
+    block_columns_fp32=64,
+    num_warps=8,
+)
 LORA_EMBED_RANK = 64  # reasoned: one gathered row is 16 to 512 bytes
 LORA_EMBED_WARPS = 4  # reasoned
 
@@ -92,10 +118,10 @@ class NormTile:
 
 
 def norm_tile(dim: int) -> NormTile:
-    """8 elements a lane up to 1024 (16 bytes of a 2-byte type), then 16, at 16384 32: a row stays in registers, and a
-    lone decode row has as many loads in flight as it can use."""
+    """16 elements a lane, at 16384 32 (half of it on gfx942): two loads of 16 bytes in a 2-byte type, and the whole row
+    stays in registers."""
     block = 1 << (dim - 1).bit_length()
-    return NormTile(rows=max(1, 1024 // block), block=block, warps=min(16, max(4, block // 512)))
+    return NormTile(rows=max(1, 1024 // block), block=block, warps=min(16, max(2, block // 512)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +132,74 @@ class FlatTile:
     warps: int
 
 
-GATED = FlatTile(block=1024, warps=4)  # 8 elements a lane and half; 14 programs for one row of Llama-3-8B
-ROTATE_WRITE = FlatTile(block=512, warps=2)  # half heads: 8 elements a lane; 5 programs a token of Llama-3-8B
+GATED = FlatTile(block=1024, warps=2)  # 16 elements a lane and half; 14 programs for one row of Llama-3-8B
+ROTATE_WRITE = FlatTile(block=512, warps=1)  # half heads: 16 elements a lane; 5 programs a token of Llama-3-8B
 BLOCKS = FlatTile(block=4096, warps=4)  # words of 4 bytes: 8 loads of 16 bytes a lane before the first store
 BLOCK_PROGRAMS = 32  # that share one block: 64 KiB each of 2 MiB, so that unused entries of a launch cost little
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """How a decode row's keys are cut. `keys` and `min_tiles` also fix the order of its sums."""
+
+    keys: int  # of a tile
+    min_tiles: int  # of a part
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """How prefill attention is cut. `keys` also fixes the order of a row's sums."""
+
+    height: int  # query rows times the heads that share a KV head
+    keys: int  # of a tile
+    num_warps: int
+    num_stages: int
+
+
+# Reasoned, not measured. 16 parts x 8 KV heads are 128 programs for one row, about one per processor of an H100 (132);
+# at 256 rows and 32 heads of 128 the scratch is 67 MB. A part is at least 256 keys, so that writing and reading its
+# 128 floats per head stays below 5 % of its keys and values (group of 4, dim 128, 2 bytes).
+DECODE_SPLITS = 16
+MERGE_WARPS = 4  # reasoned
+
+
+def decode_tile(head_dim: int, element_size: int) -> DecodeTile:
+    """Reasoned, not measured: a tile of keys is 16 to 32 KiB in shared memory, so that two programs fit beside each
+    other with their loads in flight."""
+    if element_size == 4:
+        return DecodeTile(keys=32, min_tiles=8, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return DecodeTile(keys=32, min_tiles=8, num_warps=4, num_stages=2)
+    return DecodeTile(keys=64, min_tiles=4, num_warps=4, num_stages=2)
+
+
+def prefill_tile(head_dim: int, element_size: int) -> PrefillTile:
+    """Reasoned, not measured: 64 rows per group of four warps, the height of a wgmma; float32 has no tensor cores and
+    keeps its operands in registers."""
+    if element_size == 4:
+        return PrefillTile(height=32, keys=32, num_warps=4, num_stages=2)
+    if head_dim > 128:
+        return PrefillTile(height=64, keys=32, num_warps=4, num_stages=2)
+    return PrefillTile(height=128, keys=64, num_warps=8, num_stages=2)
+
+# --- sampling_* ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingShape:
+    """How a row of logits is cut. Tokens do not depend on it (their sums are integers), log-probabilities' last bits do."""
+
+    chunk: int  # tokens of one program, a power of two
+    num_warps: int
+    listed: int  # biased or forbidden tokens of one program, a power of two
+    small_warps: int  # of programs over one row's few candidates
+
+    def chunks(self, vocab_size: int) -> int:
+        return -(-vocab_size // self.chunk)
+
+
+# Reasoned, not measured. 4096 tokens: 32 programs share a row of Llama 3's vocabulary, so that one row alone still spreads
+# over 32 multiprocessors, and 8 warps hold a chunk's logits, keys and 64-bit weights in 64 of their registers.
+SAMPLING = SamplingShape(chunk=4096, num_warps=8, listed=256, small_warps=4)
