@@ -122,7 +122,7 @@ def _move(source: Tensor, target: Tensor, source_ids: Tensor | None, target_ids:
 
 
 def _programs(words: int) -> int:
-    return min(BLOCK_PROGRAMS, triton.cdiv(words, BLOCKS.block))
+    return min(BLOCK_PROGRAMS, -(-words // BLOCKS.block))
 
 
 def _words(tensor: Tensor, name: str) -> Tensor:
