@@ -27,4 +27,4 @@ def lora_table(sites: int, *, dtype: torch.dtype, device: torch.device) -> LoraT
             _log.info("LoRA in plain torch: %s", error)
         except (BuildFailed, OSError) as error:
             _log.warning("LoRA in plain torch, which is slower: %s", error)
-    return TorchLoraTable(sites)
+    return TorchLoraTable(sites, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "LoraTable",
     "LoraWeights",
     "PreparedLora",
+    "SlotTable",
     "TorchLora",
     "TorchLoraTable",
     "expand",
@@ -56,6 +57,10 @@ class LoraWeights:
     def rank(self) -> int:
         """R: rows of A."""
         return self.a.shape[0]
+
+    def to(self, device: torch.device) -> LoraWeights:
+        gains = None if self.gains is None else tuple(None if g is None else g.to(device) for g in self.gains)
+        return LoraWeights(self.a.to(device), tuple(b.to(device) for b in self.b), self.columns, gains)
 
     @cached_property
     def nbytes(self) -> int:
@@ -135,11 +140,10 @@ class PreparedLora(Protocol):
     def nbytes(self) -> int: ...
 
 
-class LoraTable(Protocol):
+class SlotTable(Protocol):
     """Every loaded adapter's weights at every site, laid out as one kernel wants them.
 
-    A site index numbers the fused sites of all layers from 0. Not safe for concurrent use, `prepare` apart: it owns
-    scratch memory.
+    A site index numbers the fused sites of all layers from 0. Not safe for concurrent use, `prepare` apart.
     """
 
     def prepare(self, weights: Sequence[LoraWeights | None]) -> PreparedLora:
@@ -153,6 +157,11 @@ class LoraTable(Protocol):
     def drop(self, slot: int) -> None:
         """Forgets the slot's weights."""
         ...
+
+
+@runtime_checkable
+class LoraTable(SlotTable, Protocol):
+    """One that computes from a step's segments on the host. It owns scratch memory."""
 
     def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
         """Adds each segment's change to y [T, out] in place; x [T, in]. Rows outside every segment stay as they are.
@@ -176,11 +185,16 @@ class TorchLora:
 class TorchLoraTable:
     """A LoraTable of torch's own matrix products: two or more per segment and site."""
 
-    def __init__(self, sites: int) -> None:
+    def __init__(self, sites: int, device: torch.device | None = None) -> None:
+        """`device`: where steps run; None: where the weights are."""
         self._weights: list[dict[int, LoraWeights]] = [{} for _ in range(sites)]
+        self._device = device
 
     def prepare(self, weights: Sequence[LoraWeights | None]) -> TorchLora:
-        return TorchLora(tuple(weights))
+        device = self._device
+        if device is None:
+            return TorchLora(tuple(weights))
+        return TorchLora(tuple(None if lora is None else lora.to(device) for lora in weights))
 
     def put(self, slot: int, prepared: PreparedLora) -> None:
         if not isinstance(prepared, TorchLora):

@@ -5,6 +5,7 @@ LoraError
 ├── AdapterMissing        digest
 ├── InvalidDigest         digest
 ├── OutOfAdapterMemory    need, have, limit (bytes)
+│   └── OutOfAdapterSlots slots
 ├── SlotEmpty             slot
 └── SlotsCorrupt          what no longer holds
 """
@@ -20,6 +21,7 @@ __all__ = [
     "InvalidDigest",
     "LoraError",
     "OutOfAdapterMemory",
+    "OutOfAdapterSlots",
     "SlotEmpty",
     "SlotsCorrupt",
 ]
@@ -66,6 +68,16 @@ class OutOfAdapterMemory(LoraError):
         super().__init__(
             f"The adapter needs {need} bytes, but only {have} of {limit} bytes are not held by adapters in use. "
             "Retry when they finish, or raise the adapter memory limit."
+        )
+
+
+class OutOfAdapterSlots(OutOfAdapterMemory):
+    """As many adapters are in use as may be at a time."""
+
+    def __init__(self, *, need: int, have: int, limit: int, slots: int) -> None:
+        self.need, self.have, self.limit, self.slots = need, have, limit, slots
+        LoraError.__init__(
+            self, f"All {slots} adapter slots are in use. Retry when a request finishes, or raise the number of slots."
         )
 
 

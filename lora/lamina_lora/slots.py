@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from lamina_kernels.dispatch import lora_table
-from lamina_kernels.lora import LoraTable
+from lamina_kernels.lora import LoraTable, SlotTable
 from lamina_lora.batch import LoraBatch, Segment
-from lamina_lora.errors import OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
+from lamina_lora.errors import OutOfAdapterMemory, OutOfAdapterSlots, SlotEmpty, SlotsCorrupt
 from lamina_lora.weights import AdapterWeights, PreparedAdapter
 
 __all__ = ["AdapterSlots", "SlotCounters"]
 
-MakeTable = Callable[[int, torch.dtype, torch.device], LoraTable]
+MakeTable = Callable[[int, torch.dtype, torch.device], SlotTable]
 
 
 @dataclass(slots=True)
@@ -53,15 +53,20 @@ class AdapterSlots:
         capacity_bytes: int,
         loader: Callable[[str], AdapterWeights | PreparedAdapter],
         *,
+        max_slots: int | None = None,
         make_table: MakeTable = lambda sites, dtype, device: lora_table(sites, dtype=dtype, device=device),
     ) -> None:
+        """`max_slots`: adapters at a time, however small; None: as many as have room."""
         if capacity_bytes < 0:
             raise ValueError(f"capacity_bytes is {capacity_bytes}; it cannot be negative")
+        if max_slots is not None and max_slots < 1:
+            raise ValueError(f"max_slots is {max_slots}; at least 1 is needed")
         self.capacity_bytes = capacity_bytes
+        self.max_slots = max_slots
         self.counters = SlotCounters()
         self._loader = loader
         self._make_table = make_table
-        self._table: LoraTable | None = None
+        self._table: SlotTable | None = None
         self._residents: OrderedDict[str, _Resident] = OrderedDict()  # least recently used first
         self._digests: list[str | None] = []  # by slot; None: free
 
@@ -135,12 +140,18 @@ class AdapterSlots:
     def batch(self, segments: Sequence[Segment], num_tokens: int) -> LoraBatch:
         """One step's adapters: rows [start, stop) of x belong to the adapter in `slot`; the other rows are base rows.
 
-        Raises SlotEmpty for a slot without an acquired adapter and ValueError for segments
-        that are empty, overlap or exceed num_tokens. Use the batch before the next release.
+        Raises SlotEmpty for a slot without an acquired adapter, ValueError for segments that are empty, overlap or
+        exceed num_tokens, and TypeError if the table computes otherwise. Use the batch before the next release.
         """
+        self.check(segments)
+        if self._table is not None and not isinstance(self._table, LoraTable):
+            raise TypeError(f"a {type(self._table).__name__} does not compute from segments")
+        return LoraBatch(self._table, segments, num_tokens)
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raises SlotEmpty if a segment's slot has no acquired adapter."""
         for segment in segments:
             self._check_slot(segment.slot)
-        return LoraBatch(self._table, segments, num_tokens)
 
     def check_integrity(self) -> None:
         """Raises SlotsCorrupt unless slots, references and bytes agree with each other."""
@@ -167,11 +178,17 @@ class AdapterSlots:
             self.counters.refusals += 1
             raise OutOfAdapterMemory(need=need, have=self.capacity_bytes - held, limit=self.capacity_bytes)
         idle = [digest for digest, resident in self._residents.items() if not resident.references]
+        if self.max_slots is not None and len(self._residents) - len(idle) >= self.max_slots:
+            self.counters.refusals += 1
+            raise OutOfAdapterSlots(need=need, have=0, limit=self.capacity_bytes, slots=self.max_slots)
         for digest in idle:
-            if self.used_bytes + need <= self.capacity_bytes:
+            if self.used_bytes + need <= self.capacity_bytes and not self._is_full():
                 break
             self._drop(digest)
             self.counters.evictions += 1
+
+    def _is_full(self) -> bool:
+        return self.max_slots is not None and len(self._residents) >= self.max_slots
 
     def _drop(self, digest: str) -> None:
         slot = self._residents.pop(digest).slot
@@ -184,7 +201,7 @@ class AdapterSlots:
             self._digests.append(None)
         return self._digests.index(None)
 
-    def _table_for(self, adapter: AdapterWeights | PreparedAdapter) -> LoraTable:
+    def _table_for(self, adapter: AdapterWeights | PreparedAdapter) -> SlotTable:
         if self._table is None:
             self._table = (
                 adapter.table

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lamina_kernels.lora import LoraTable, LoraWeights, PreparedLora
+from lamina_kernels.lora import LoraWeights, PreparedLora, SlotTable
 from lamina_lora.errors import AdapterRejected
 from lamina_lora.geometry import SITES, BaseGeometry
 from lamina_lora.report import Report
@@ -49,14 +49,14 @@ class PreparedAdapter:
 
     digest: str
     lora: PreparedLora
-    table: LoraTable
+    table: SlotTable
 
     @property
     def nbytes(self) -> int:
         return self.lora.nbytes
 
 
-def prepare_adapter(weights: AdapterWeights, table: LoraTable) -> PreparedAdapter:
+def prepare_adapter(weights: AdapterWeights, table: SlotTable) -> PreparedAdapter:
     """Lays the weights out for `table`, in any thread, so that taking them into a slot costs the step loop nothing."""
     return PreparedAdapter(weights.digest, table.prepare(weights.sites), table)
 

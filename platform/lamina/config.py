@@ -30,6 +30,7 @@ class EngineConfig:
     max_logprobs: int = 20
     max_lora_rank: int = 256
     adapter_bytes: int = 1024 * MIB  # loaded adapters, least recently used leave first
+    max_adapters: int = 256  # loaded at a time, however small
     prefix_caching: bool = True
     threads: int | None = None  # None: all physical cores
 

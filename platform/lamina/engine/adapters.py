@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from lamina.errors import EngineInternal, NotFound
-from lamina_kernels.lora import LoraTable
+from lamina_kernels.lora import SlotTable
 from lamina_lora.errors import AdapterMissing, OutOfAdapterMemory
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.store import AdapterStore
@@ -22,14 +22,20 @@ class AdapterLoads:
     """`AdapterGate` of the scheduler. The slots belong to the step loop; only `load` runs elsewhere."""
 
     def __init__(
-        self, store: AdapterStore, load: Callable[[str], PreparedAdapter], table: LoraTable, *, capacity_bytes: int
+        self,
+        store: AdapterStore,
+        load: Callable[[str], PreparedAdapter],
+        table: SlotTable,
+        *,
+        capacity_bytes: int,
+        max_adapters: int,
     ) -> None:
         """`load(digest)` reads and prepares weights; it may take seconds and must not touch the slots."""
         self._store = store
         self._load = load
         self._pending: dict[str, Future[PreparedAdapter]] = {}
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
-        self.slots = AdapterSlots(capacity_bytes, self._arrived, make_table=lambda *_: table)
+        self.slots = AdapterSlots(capacity_bytes, self._arrived, max_slots=max_adapters, make_table=lambda *_: table)
 
     def check(self, digest: str) -> None:
         """Raises NotFound unless the adapter is in the store or loaded."""

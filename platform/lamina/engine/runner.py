@@ -35,8 +35,8 @@ class EagerRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
+        self._pool.copy(batch.copies)  # before the clearing: a source may have been given away in the same plan
         self._pool.clear(batch.fresh)
-        self._pool.copy(batch.copies)
         self._attention.begin(plan_attention(batch.spans, self._pool))
         lora = self._slots.batch(batch.segments, batch.num_tokens) if batch.segments else None
         tokens, positions = self._tensor(batch.token_ids), self._tensor(batch.positions)

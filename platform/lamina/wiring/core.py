@@ -12,8 +12,6 @@ from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
 from lamina.engine.core import CoreLimits, EngineCore
 from lamina.engine.pool import BlockPool
-from lamina.engine.runner import EagerRunner
-from lamina.engine.sampler import Sampler
 from lamina.engine.scheduler import Scheduler
 from lamina.errors import ConfigurationInvalid
 from lamina.models.config import ModelConfig
@@ -21,10 +19,9 @@ from lamina.models.digest import model_digest
 from lamina.models.interface import CausalLM
 from lamina.models.loader import load_model
 from lamina.types import EngineInfo
-from lamina_kernels.dispatch import lora_table
+from lamina.wiring.backends import Backend, choose_backend
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
-from lamina_lora.geometry import SITES
 from lamina_lora.store import AdapterStore
 from lamina_lora.weights import PreparedAdapter, load_adapter, prepare_adapter
 
@@ -72,14 +69,25 @@ def build_core(config: EngineConfig, *, progress: Progress | None = None) -> Eng
     torch.set_num_threads(config.threads or psutil.cpu_count(logical=False) or 1)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    model = load_model(config.model, dtype=dtype, device=device, progress=progress)
-    return assemble(model, config, digest=model_digest(config.model), dtype=dtype, device=device)
+    backend = choose_backend(device)
+    model = load_model(config.model, dtype=dtype, device=device, ops=backend.ops, progress=progress)
+    digest = model_digest(config.model)
+    return assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend)
 
 
 def assemble(
-    model: CausalLM, config: EngineConfig, *, digest: str, dtype: torch.dtype, device: torch.device
+    model: CausalLM,
+    config: EngineConfig,
+    *,
+    digest: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend | None = None,
 ) -> EngineCore:
-    """Puts an engine together around a loaded model. Raises ConfigurationInvalid for limits that cannot work."""
+    """Puts an engine together around a loaded model, with the device's own backend unless another one is given.
+
+    Raises ConfigurationInvalid for limits that cannot work.
+    """
     shape = model.config
     layout = _layout(shape, dtype, config.block_size)
     num_blocks = config.num_blocks or config.kv_bytes // _block_bytes(shape, dtype, config.block_size)
@@ -95,14 +103,16 @@ def assemble(
         device=device,
     )
     store, geometry = AdapterStore(config.adapters), shape.geometry()
-    table = lora_table(len(SITES) * shape.num_layers, dtype=dtype, device=device)  # may compile: now, not in a step
+    parts = (backend or choose_backend(device)).parts(model, pool, config)
 
     def load(digest: str) -> PreparedAdapter:
         folder = store.path(digest)
-        weights = load_adapter(folder, geometry, dtype, device, max_rank=config.max_lora_rank, digest=digest)
-        return prepare_adapter(weights, table)
+        weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest)
+        return prepare_adapter(weights, parts.table)
 
-    loads = AdapterLoads(store, load, table, capacity_bytes=config.adapter_bytes)
+    loads = AdapterLoads(
+        store, load, parts.table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters
+    )
     scheduler = Scheduler(
         KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching),
         loads,
@@ -117,8 +127,8 @@ def assemble(
             max_waiting=config.max_waiting, max_choices=config.max_choices, max_logprobs=config.max_logprobs
         ),
         scheduler=scheduler,
-        runner=EagerRunner(model, pool, loads.slots),
-        sampler=Sampler(),
+        runner=parts.runner(loads.slots),
+        sampler=parts.sampler,
         adapters=loads,
     )
 

@@ -105,6 +105,7 @@ class Settings(BaseSettings):
     adapter_bytes: ByteSize = _engine(
         "adapter_bytes", "Memory for loaded adapters; the least recently used leave first.", ge=1
     )
+    max_adapters: int = _engine("max_adapters", "Adapters loaded at a time, however small.", ge=1, le=65536)
     prefix_caching: bool = _engine("prefix_caching", "Reuse KV blocks of equal prompt beginnings.")
     threads: int | None = _engine("threads", "CPU threads of the engine; unset: all physical cores.", ge=1)
     # Gateway

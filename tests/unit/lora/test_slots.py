@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lamina_kernels.lora import LoraSegments, LoraWeights, PreparedLora, TorchLoraTable
 from lamina_lora.batch import Segment
-from lamina_lora.errors import AdapterMissing, OutOfAdapterMemory, SlotEmpty, SlotsCorrupt
+from lamina_lora.errors import AdapterMissing, OutOfAdapterMemory, OutOfAdapterSlots, SlotEmpty, SlotsCorrupt
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.weights import AdapterWeights, prepare_adapter
 
@@ -232,6 +232,21 @@ def test_a_table_that_fails_leaves_the_slots_intact() -> None:
         slots.acquire("a")
     assert slots.loaded == ()
     slots.check_integrity()
+
+
+def test_slots_may_be_the_limit() -> None:
+    """However small adapters are, no more than `max_slots` are loaded; idle ones make room, those in use do not."""
+    slots = AdapterSlots(100 * UNIT, loader, max_slots=2, make_table=lambda sites, dtype, device: TorchLoraTable(sites))
+    for digest in ("a", "b"):
+        slots.acquire(digest)
+    with pytest.raises(OutOfAdapterSlots, match="All 2 adapter slots"):
+        slots.acquire("c")
+    slots.release("a")
+    assert slots.acquire("c") == 0
+    assert slots.loaded == ("b", "c")
+    slots.check_integrity()
+    with pytest.raises(ValueError, match="max_slots is 0"):
+        AdapterSlots(1, loader, max_slots=0)
 
 
 def test_negative_capacity_is_refused() -> None:

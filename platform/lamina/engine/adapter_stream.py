@@ -1,0 +1,118 @@
+"""Adapter weights on their way to the device, layer by layer, beside the steps that run.
+
+A step that needs them waits on the device, and only for the layer that it is about to compute: prefill with a new
+adapter begins when its first layer has arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from lamina_kernels.lora import LoraWeights, PreparedLora
+
+__all__ = ["AdapterStream", "CudaLane", "InlineLane", "Lane", "LayeredTable", "Mark"]
+
+Mark = Callable[[], None]
+"""Makes what the caller launches next wait until the marked work is done."""
+
+
+class Lane(Protocol):
+    """Where copies run in order, beside everything else."""
+
+    def open(self) -> None:
+        """Copies that follow come after all that was launched so far."""
+        ...
+
+    def run(self, copy: Callable[[], object]) -> Mark: ...
+
+
+class InlineLane:
+    """At once: for devices without streams."""
+
+    def open(self) -> None:
+        """What was launched has run."""
+
+    def run(self, copy: Callable[[], object]) -> Mark:
+        copy()
+        return lambda: None
+
+
+class CudaLane:  # pragma: no cover - CUDA only
+    """A side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def open(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def run(self, copy: Callable[[], object]) -> Mark:
+        with torch.cuda.stream(self._stream):
+            copy()
+            event = self._stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)
+
+
+class LayeredTable(Protocol):
+    """The part of a device table that fills slots."""
+
+    def prepare(self, weights: Sequence[LoraWeights | None]) -> PreparedLora: ...
+
+    def load_layers(self, slot: int, prepared: PreparedLora) -> Iterator[range]:
+        """Copies one layer's sites whenever it is advanced, and gives them."""
+        ...
+
+    def drop(self, slot: int) -> None: ...
+
+
+class AdapterStream:
+    """`SlotTable` of `AdapterSlots`: fills slots in a lane and knows what is still on its way."""
+
+    def __init__(self, table: LayeredTable, lane: Lane) -> None:
+        self._table = table
+        self._lane = lane
+        self._arriving: dict[int, list[tuple[range, Mark]]] = {}  # by slot
+
+    def prepare(self, weights: Sequence[LoraWeights | None]) -> PreparedLora:
+        """In any thread."""
+        return self._table.prepare(weights)
+
+    def put(self, slot: int, prepared: PreparedLora) -> None:
+        """Launches the copies of all layers; errors leave the slot as it was."""
+        layers = self._table.load_layers(slot, prepared)
+        self._lane.open()
+        marks: list[tuple[range, Mark]] = []
+        sites: range | None = range(0)
+
+        def advance() -> None:
+            nonlocal sites
+            sites = next(layers, None)
+
+        while True:
+            mark = self._lane.run(advance)
+            if sites is None:
+                break
+            marks.append((sites, mark))
+        self._arriving[slot] = marks
+
+    def drop(self, slot: int) -> None:
+        """The room may be given away at once: whatever is copied there later comes after this adapter's copies."""
+        self.await_sites()
+        self._table.drop(slot)
+
+    def await_site(self, site: int) -> None:
+        """Lets what is launched next wait for every adapter's weights at one site."""
+        for marks in self._arriving.values():
+            for sites, mark in marks:
+                if site in sites:
+                    mark()
+
+    def await_sites(self) -> None:
+        """Lets what is launched next wait for all that was put so far."""
+        for marks in self._arriving.values():
+            for _, mark in marks[-1:]:
+                mark()
+        self._arriving.clear()

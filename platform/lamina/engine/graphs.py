@@ -1,0 +1,51 @@
+"""Captured device work: recorded once, replayed with one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["CudaGraphs", "Graphs", "NoGraphs"]
+
+
+class Graphs(Protocol):
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Something that does on each call what `run` does, reading and writing at the same addresses.
+
+        `run` must not wait for the device and must not depend on data through shapes. What is returned is overwritten
+        by the next call.
+        """
+        ...
+
+
+class NoGraphs:
+    """Runs again instead of replaying: for devices without graphs, and to test what surrounds them."""
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return run
+
+
+class CudaGraphs:  # pragma: no cover - CUDA only
+    """CUDA graphs that share one memory pool: only one of them is in flight at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # kernels compile and libraries allocate their workspaces before the capture
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return output
+
+        return replay

@@ -1,0 +1,37 @@
+"""`LayerOps` on Triton kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from lamina.models.layers import Norm
+from lamina_kernels.gpu.gated import gated
+from lamina_kernels.gpu.norm import add_rms_norm, rms_norm
+
+__all__ = ["DeviceOps"]
+
+
+class _DeviceNorm:
+    __slots__ = ("_eps", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight.float().contiguous(), eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._weight, self._eps)
+
+    def add(self, h: Tensor, delta: Tensor) -> Tensor:
+        return add_rms_norm(h, delta, self._weight, self._eps)
+
+
+class DeviceOps:
+    """One launch for a sum with its norm, one for an activation with its product."""
+
+    def norm(self, weight: Tensor, eps: float) -> Norm:
+        return _DeviceNorm(weight, eps)
+
+    def gated(self, activation: str) -> Callable[[Tensor], Tensor]:
+        return partial(gated, activation=activation)

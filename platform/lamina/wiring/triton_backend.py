@@ -1,0 +1,77 @@
+"""A step on Triton kernels: importing this imports triton."""
+
+from __future__ import annotations
+
+import torch
+
+from lamina.config import EngineConfig
+from lamina.engine.adapter_stream import AdapterStream, Lane
+from lamina.engine.device_attention import DeviceAttention
+from lamina.engine.device_inputs import StepShape
+from lamina.engine.device_lora import DeviceLora
+from lamina.engine.device_runner import DeviceRunner, decode_buckets
+from lamina.engine.device_sampler import DeviceSampler
+from lamina.engine.graphs import Graphs
+from lamina.engine.pool import BlockPool
+from lamina.models.device_ops import DeviceOps
+from lamina.models.interface import CausalLM
+from lamina.wiring.backends import StepParts
+from lamina_kernels.gpu.attention_prefill import prefill_tile_rows
+from lamina_kernels.gpu.lora_layout import SiteShape
+from lamina_kernels.gpu.lora_table import TritonLoraTable
+from lamina_lora.geometry import SITES, BaseGeometry
+from lamina_lora.slots import AdapterSlots
+
+__all__ = ["TritonBackend"]
+
+
+class TritonBackend:
+    """A `Backend`. On a CPU it runs under Triton's interpreter (TRITON_INTERPRET=1), for tests."""
+
+    ops = DeviceOps()
+
+    def __init__(self, *, graphs: Graphs, lane: Lane) -> None:
+        self._graphs = graphs
+        self._lane = lane
+
+    def parts(self, model: CausalLM, pool: BlockPool, config: EngineConfig) -> StepParts:
+        shape, device, dtype = model.config, pool.data.device, pool.data.dtype
+        lora = _lora_table(shape.geometry(), config, dtype, device)
+        stream = AdapterStream(lora, self._lane)
+        sampler = DeviceSampler(config.max_running, shape.vocab_size, device)
+        tile_rows = prefill_tile_rows(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype)
+        longest = min(config.max_context or shape.max_context, shape.max_context)
+
+        def runner(slots: AdapterSlots) -> DeviceRunner:
+            return DeviceRunner(
+                model,
+                pool,
+                DeviceAttention(pool, heads=shape.num_heads, max_decode_rows=config.max_running),
+                DeviceLora(lora, stream, slots),
+                self._graphs,
+                StepShape(pool.block_size, tile_rows),
+                feed=sampler.feed,
+                buckets=decode_buckets(config.max_running),
+                max_blocks=-(-longest // pool.block_size),
+            )
+
+        return StepParts(stream, sampler, runner)
+
+
+def _lora_table(
+    geometry: BaseGeometry, config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> TritonLoraTable:
+    shapes = [
+        SiteShape(geometry.in_features(site), tuple(geometry.targets[target][1] for target in targets))
+        for site, targets in SITES.items()
+    ]
+    return TritonLoraTable(
+        shapes * geometry.num_layers,
+        dtype=dtype,
+        device=device,
+        capacity_bytes=config.adapter_bytes,
+        max_slots=config.max_adapters,
+        max_rank=config.max_lora_rank,
+        max_tokens=config.max_batch_tokens,
+        decode_rows=config.max_running,
+    )
