@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lamina_kernels.gpu.extent_pool import ExtentPool, Move, PoolCorrupt
-from lamina_kernels.gpu.lora_layout import FIELDS
+from lamina_kernels.gpu.lora_layout import FIELDS, padded
 from lamina_kernels.gpu.lora_pack import PackedLora, Placement, PoolLayout
 
 __all__ = ["LoraPool", "OutOfPool"]
@@ -65,7 +65,8 @@ class LoraPool:
             raise ValueError(f"there must be at least 1 slot, not {slots}")
         self.layout = layout
         self.slots = slots
-        self._extents = ExtentPool(capacity_bytes // layout.dtype.itemsize)
+        # Rounded up, so that adapters of capacity_bytes together always fit.
+        self._extents = ExtentPool(padded(-(-capacity_bytes // layout.dtype.itemsize)))
         self.weights = torch.empty(self._extents.capacity, dtype=layout.dtype, device=device)
         self.gains = self.weights.view(torch.float32)
         self.table = torch.zeros(len(layout.sites), slots, FIELDS, dtype=torch.int64, device=device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina_kernels.gpu.lora_embed import embed_shrink
 from lamina_kernels.gpu.lora_expand import expand
-from lamina_kernels.gpu.lora_layout import SiteShape, padded
+from lamina_kernels.gpu.lora_layout import SiteShape
 from lamina_kernels.gpu.lora_pack import PackedLora, PoolLayout
 from lamina_kernels.gpu.lora_pool import LoraPool
 from lamina_kernels.gpu.lora_shrink import shrink
@@ -35,6 +35,7 @@ from lamina_kernels.lora import LoraWeights, PreparedLora
 __all__ = ["TritonLoraTable"]
 
 _LAYER_SITES = 4  # qkv, o, gate_up, down
+_PLANE_RANKS = 16  # planes are read in whole vectors if their rows are multiples of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,8 @@ class TritonLoraTable:
         """[splits, rows, ranks] for what `shrink` leaves for `expand`."""
         shape = self._layout.sites[site]
         splits = 1 if site == self._layout.embedding else kind.shrink.splits(shape.in_features)
-        return splits, kind.limit, padded(len(shape.widths) * self._layout.max_rank)
+        ranks = len(shape.widths) * self._layout.max_rank
+        return splits, kind.limit, -(-ranks // _PLANE_RANKS) * _PLANE_RANKS
 
     def _planes(self, site: int, kind: _Kind) -> Tensor:
         # One scratch for all: kernels of one stream run one after the other.
