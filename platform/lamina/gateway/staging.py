@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import structlog
 
-__all__ = ["staged", "sweep"]
+__all__ = ["PREFIX", "staged", "sweep"]
 
 log = structlog.get_logger(__name__)
 
@@ -21,8 +22,8 @@ PREFIX = "incoming-"
 YOUNG_S = 60.0  # a folder this young may not have its lock yet
 
 
-@contextmanager
-def staged(uploads: Path) -> Iterator[Path]:
+@asynccontextmanager
+async def staged(uploads: Path) -> AsyncIterator[Path]:
     """An empty folder in `uploads`, removed on exit with its content. Locked, so that `sweep` spares it."""
     uploads.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=uploads))
@@ -34,7 +35,8 @@ def staged(uploads: Path) -> Iterator[Path]:
         finally:
             os.close(lock)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        # In a thread: to unlink a GiB takes time. A caller that is cancelled once more stops waiting, the thread goes on.
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
 def sweep(uploads: Path) -> list[Path]:

@@ -32,7 +32,7 @@ async def take_in(request: Request, deps: GatewayDeps, tenant_id: str, name_of: 
 
     Raises InvalidRequest, TooLarge, InvalidAdapter, and ClientDisconnect if the client breaks off.
     """
-    with staged(deps.uploads) as folder:
+    async with staged(deps.uploads) as folder:
         form = await receive_form(
             request.stream(),
             request.headers.get("content-type", ""),

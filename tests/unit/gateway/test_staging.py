@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from fixtures.gateway import until
 from lamina.gateway.staging import staged, sweep
 
 
@@ -16,16 +20,36 @@ def aged(folder: Path) -> Path:
     return folder
 
 
-def test_a_folder_is_removed_with_its_content(tmp_path: Path) -> None:
-    with staged(tmp_path / "new") as folder:
+async def test_a_folder_is_removed_with_its_content(tmp_path: Path) -> None:
+    async with staged(tmp_path / "new") as folder:
         (folder / "file").write_bytes(b"x")
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_a_folder_is_removed_after_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), staged(tmp_path):
-        raise RuntimeError("upload failed")
+async def test_a_folder_is_removed_after_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        async with staged(tmp_path):
+            raise RuntimeError("upload failed")
     assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are served while a folder is removed."""
+    removing, served = threading.Event(), threading.Event()
+
+    def slow_rmtree(*_: object, **__: object) -> None:
+        removing.set()
+        assert served.wait(10), "the event loop stood still"
+
+    async def upload() -> None:
+        async with staged(tmp_path):
+            pass
+
+    monkeypatch.setattr(shutil, "rmtree", slow_rmtree)
+    uploading = asyncio.create_task(upload())
+    await until(removing.is_set)
+    served.set()
+    await uploading
 
 
 def test_sweep_removes_what_a_killed_gateway_left(tmp_path: Path) -> None:
@@ -36,10 +60,10 @@ def test_sweep_removes_what_a_killed_gateway_left(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_spares_uploads_under_way_and_what_is_not_ours(tmp_path: Path) -> None:
+async def test_sweep_spares_uploads_under_way_and_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     aged(tmp_path / "notes")
-    with staged(tmp_path) as folder:
+    async with staged(tmp_path) as folder:
         aged(folder)
         assert sweep(tmp_path) == []
         assert folder.exists()

@@ -41,7 +41,7 @@ async def create_upload(body: UploadCreate, deps: Deps, caller: AdapterWriter) -
 async def add_part(upload_id: str, request: Request, deps: Deps, caller: AdapterWriter) -> UploadPartBody:
     """Adds a part; several may be sent at once."""
     upload = await _open(deps, caller.tenant_id, upload_id)
-    with staged(deps.uploads) as folder:
+    async with staged(deps.uploads) as folder:
         form = await receive_form(
             request.stream(),
             request.headers.get("content-type", ""),
@@ -60,7 +60,7 @@ async def complete_upload(upload_id: str, body: UploadComplete, deps: Deps, call
     """Puts the parts together and takes the adapter in. After a refused adapter the upload is over."""
     upload = await _open(deps, caller.tenant_id, upload_id)
     name = adapter_name_of(upload.filename)
-    with staged(deps.uploads) as folder:
+    async with staged(deps.uploads) as folder:
         whole = await asyncio.to_thread(deps.pending.assemble, upload, body.part_ids, folder, md5=body.md5)
         record = await take_in_archive(deps, caller.tenant_id, name, whole, folder)
     return _shown(upload, "completed", record)
@@ -70,7 +70,7 @@ async def complete_upload(upload_id: str, body: UploadComplete, deps: Deps, call
 async def cancel_upload(upload_id: str, deps: Deps, caller: AdapterWriter) -> UploadBody:
     """Forgets the upload and its parts."""
     upload = await _open(deps, caller.tenant_id, upload_id)
-    with staged(deps.uploads) as folder:
+    async with staged(deps.uploads) as folder:
         await asyncio.to_thread(deps.pending.cancel, upload, folder)
     return _shown(upload, "cancelled")
 
