@@ -4,11 +4,12 @@
                                   part_<id>        one file per part, renamed here when it is complete
 
 All state is on disk, so that an upload outlives a restart. Who takes a folder away (to complete, cancel or expire
-it) renames it first: of two who try, one succeeds.
+it) renames it first: of two who try, one succeeds, and after a crash `staging.sweep` knows the new name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lamina.errors import InvalidRequest, LimitExceeded, NotFound, TooLarge
+from lamina.gateway import staging
 
 __all__ = ["MAX_PART_BYTES", "PendingUpload", "PendingUploads"]
 
@@ -115,11 +117,22 @@ class PendingUploads:
         self._take(upload, folder)
 
     def sweep(self) -> None:
-        """Removes expired uploads."""
+        """Removes expired uploads, and folders as old that a crash has left without a readable `about.json`."""
         for folder in self._root.glob("pending-*"):
-            upload = self._read(folder)
-            if upload is not None and upload.expires_at <= self._clock():
-                shutil.rmtree(folder, ignore_errors=True)
+            if self._is_over(folder):
+                doomed = self._root / f"{staging.PREFIX}expired-{folder.name}"
+                with contextlib.suppress(FileNotFoundError):  # another one took it
+                    folder.rename(doomed)
+                    shutil.rmtree(doomed, ignore_errors=True)
+
+    def _is_over(self, folder: Path) -> bool:
+        upload = self._read(folder)
+        if upload is not None:
+            return upload.expires_at <= self._clock()
+        try:
+            return folder.stat().st_mtime + TTL_S <= self._clock()
+        except FileNotFoundError:
+            return False
 
     def _check_quota(self, tenant_id: str) -> None:
         found = [self._read(folder) for folder in self._root.glob("pending-*")]
@@ -158,8 +171,8 @@ class PendingUploads:
     def _read(self, folder: Path) -> PendingUpload | None:
         try:
             return PendingUpload(**json.loads((folder / "about.json").read_text()))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return None  # taken away, or being created, just now
+        except (FileNotFoundError, ValueError, TypeError):
+            return None  # taken away or being created just now, or never completely written
 
 
 def _new(kind: str) -> str:

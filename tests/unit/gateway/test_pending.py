@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from fixtures.gateway import Kit, in_pieces, zipped
 from lamina.errors import InvalidRequest, LimitExceeded, NotFound, TooLarge
+from lamina.gateway import staging
 from lamina.gateway.pending import MAX_PER_TENANT, PendingUpload, PendingUploads
 
 DATA = b"0123456789"
@@ -102,6 +104,40 @@ def test_uploads_expire(uploads: PendingUploads, tmp_path: Path, clock: Clock) -
         uploads.get("alice", upload.id)
     fresh = uploads.create("alice", filename="a", size=1)
     assert [folder.name for folder in (tmp_path / "root").iterdir()] == [f"pending-{fresh.id}"]
+
+
+@pytest.mark.parametrize("about", [None, b"", b'{"id": "upl', b'{"id": 1}', b"\xff"])
+def test_what_a_crash_leaves_goes_after_the_same_time(
+    uploads: PendingUploads, tmp_path: Path, clock: Clock, about: bytes | None
+) -> None:
+    """Killed while it created an upload or removed one: a folder that may hold parts and says not whose it is."""
+    left = tmp_path / "root" / ("pending-upload_" + "0" * 32)
+    left.mkdir(parents=True)
+    (left / ("part_" + "0" * 32)).write_bytes(DATA)
+    if about is not None:
+        (left / "about.json").write_bytes(about)
+    os.utime(left, (clock.now, clock.now))
+    clock.now += 3599
+    uploads.sweep()
+    assert left.exists()
+    clock.now += 1
+    uploads.sweep()
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_crash_while_expired_uploads_are_removed_leaves_nothing_for_good(
+    uploads: PendingUploads, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has a name that the next sweep of staging folders knows."""
+    begun(uploads, tmp_path, DATA)
+    clock.now += 3600
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *_, **__: None)
+        uploads.sweep()
+    (left,) = (tmp_path / "root").iterdir()
+    os.utime(left, (0, 0))
+    assert staging.sweep(tmp_path / "root") == [left]
+    assert list((tmp_path / "root").iterdir()) == []
 
 
 def test_uploads_outlive_a_restart(uploads: PendingUploads, tmp_path: Path, clock: Clock) -> None:
