@@ -223,3 +223,28 @@ def test_a_huge_wrong_list_is_refused_at_its_first_element(path: str, body: dict
     with pytest.raises(ValidationError) as refusal:
         schema.model_validate(request)
     assert refusal.value.error_count() < 10
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "metadata"])
+async def test_a_huge_wrong_object_is_refused_by_its_size(kit: Kit, name: str) -> None:
+    error = await refused(kit, {name: {str(number): [] for number in range(100_000)}})
+    assert (error["status"], error["param"]) == (400, name)
+    assert "at most 1024 items, not 100000" in error["message"]
+    assert "more invalid" not in error["message"]
+
+
+async def test_a_hundred_thousand_unknown_parameters_are_refused_by_the_first(kit: Kit) -> None:
+    """The same answer as to one, for the price of one."""
+    many = {f"unknown_{number}": number for number in range(100_000)}
+    one = await refused(kit, {"unknown_0": 0})
+    assert await refused(kit, many) == one
+    assert (one["code"], one["param"]) == ("unknown_parameter", "unknown_0")
+    with pytest.raises(ValidationError) as refusal:
+        ChatRequest.model_validate({"model": BASE, "messages": HI, **many})
+    assert refusal.value.error_count() == 1
+
+
+async def test_unknown_fields_of_a_message_are_refused_by_the_first(kit: Kit) -> None:
+    message = HI[0] | {f"unknown_{number}": number for number in range(100_000)}
+    error = await refused(kit, {"messages": [message]})
+    assert (error["code"], error["param"]) == ("unknown_parameter", "messages.0.unknown_0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lamina.errors import UnsupportedParameter
 
@@ -45,10 +45,31 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]  # JSON can spell strings that no tokenizer takes
 
 
+MAX_PAIRS = 1024
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_PAIRS:  # pydantic looks at every pair before it counts
+        raise ValueError(f"Dictionary should have at most {MAX_PAIRS} items, not {len(value)}")
+    return value
+
+
+Few = BeforeValidator(_few)
+
+
 class Body(BaseModel):
     """A request body: exact types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_field(cls, data: Any) -> Any:
+        """One is enough to refuse the body; a hundred thousand would each cost an error that nobody reads."""
+        if not isinstance(data, dict) or data.keys() <= cls.model_fields.keys():
+            return data
+        unknown = next(name for name in data if name not in cls.model_fields)
+        return {name: value for name, value in data.items() if name in cls.model_fields or name == unknown}
 
 
 class StreamOptions(Body):
@@ -72,7 +93,7 @@ class GenerationBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_PAIRS), Few] | None = None
 
     # Lamina's own
     top_k: Annotated[int, Field(ge=-1, description="-1 and 0: off")] | None = None
@@ -84,7 +105,7 @@ class GenerationBody(Body):
 
     # Accepted and ignored: they don't change the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=MAX_PAIRS), Few] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None

@@ -24,7 +24,7 @@ class UploadCreate(Body):
 
 
 class UploadComplete(Body):
-    part_ids: Annotated[list[str], Field(min_length=1, max_length=1024)]
+    part_ids: Annotated[list[str], Field(min_length=1, max_length=1024, fail_fast=True)]
     md5: Annotated[str, Field(pattern="^[0-9a-fA-F]{32}$")] | None = None
 
 
