@@ -25,8 +25,7 @@ YOUNG_S = 60.0  # a folder this young may not have its lock yet
 @asynccontextmanager
 async def staged(uploads: Path) -> AsyncIterator[Path]:
     """An empty folder in `uploads`, removed on exit with its content. Locked, so that `sweep` spares it."""
-    uploads.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=uploads))
+    folder = _make(uploads)
     try:
         lock = os.open(folder, os.O_RDONLY)
         try:
@@ -35,7 +34,7 @@ async def staged(uploads: Path) -> AsyncIterator[Path]:
         finally:
             os.close(lock)
     finally:
-        # In a thread: to unlink a GiB takes time. A caller that is cancelled once more stops waiting, the thread goes on.
+        # To unlink a GiB takes time. A caller that is cancelled once more stops waiting; the thread goes on.
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
@@ -46,6 +45,11 @@ def sweep(uploads: Path) -> list[Path]:
         log.warning("removing an unfinished upload of an earlier run", folder=folder.name)
         shutil.rmtree(folder, ignore_errors=True)
     return removed
+
+
+def _make(uploads: Path) -> Path:
+    uploads.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=uploads))
 
 
 def _is_left_behind(folder: Path) -> bool:

@@ -20,17 +20,21 @@ def aged(folder: Path) -> Path:
     return folder
 
 
+def content(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
 async def test_a_folder_is_removed_with_its_content(tmp_path: Path) -> None:
     async with staged(tmp_path / "new") as folder:
         (folder / "file").write_bytes(b"x")
-    assert list((tmp_path / "new").iterdir()) == []
+    assert content(tmp_path / "new") == []
 
 
 async def test_a_folder_is_removed_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         async with staged(tmp_path):
             raise RuntimeError("upload failed")
-    assert list(tmp_path.iterdir()) == []
+    assert content(tmp_path) == []
 
 
 async def test_a_slow_disk_does_not_hold_up_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +61,7 @@ def test_sweep_removes_what_a_killed_gateway_left(tmp_path: Path) -> None:
     (left / "peft").mkdir(parents=True)
     aged(left)
     assert sweep(tmp_path) == [left]
-    assert list(tmp_path.iterdir()) == []
+    assert content(tmp_path) == []
 
 
 async def test_sweep_spares_uploads_under_way_and_what_is_not_ours(tmp_path: Path) -> None:
