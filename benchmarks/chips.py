@@ -1,4 +1,4 @@
-"""Published figures of accelerators, for the roofline. Torch is loaded only to measure this machine's CPU.
+"""Published figures of accelerators, for the roofline. Torch is loaded only to measure this machine.
 
 Units are decimal: 1 GB/s is 1e9 bytes a second. Compute figures are *dense*: data sheets that print figures with 2:4
 sparsity print twice as much. They are peaks; a good GEMM reaches 70-85 % of them, a good copy 90 % of the bandwidth.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["CHIPS", "Chip", "detect", "find", "measure_cpu"]
+__all__ = ["CHIPS", "Chip", "detect", "find", "measure_here"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,36 +150,44 @@ def detect(device_name: str) -> Chip | None:
 def find(key: str) -> Chip:
     """A chip by its key, or this machine for "cpu", which takes a second to measure. ValueError for anything else."""
     if key == "cpu":
-        return measure_cpu()
+        return measure_here()
     if key not in CHIPS:
         raise ValueError(f"chip must be cpu or one of {', '.join(CHIPS)}, not {key!r}")
     return CHIPS[key]
 
 
-def measure_cpu(*, mib: int = 64, size: int = 768) -> Chip:
-    """This machine's CPU: the bandwidth of a copy and the rate of a float32 GEMM, with torch's threads, measured now.
+def measure_here(device: str = "cpu") -> Chip:
+    """This machine's CPU, or a GPU that is not in the list: a copy's bandwidth and a GEMM's rate, measured now.
 
-    There is no launch and no link: those figures are zero and the memory's own bandwidth.
+    On the CPU there is no launch and no link: those figures are zero and the memory's own bandwidth.
     """
     import torch
 
-    source, target = torch.ones(mib << 18), torch.empty(mib << 18)  # float32
-    copied = 2 * source.numel() * 4 / _median(lambda: target.copy_(source))
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    flops = 2 * size**3 / _median(lambda: torch.mm(a, b))
+    on_cpu = device == "cpu"
+    mib, size = (32, 512) if on_cpu else (1024, 8192)
+    wait = (lambda: None) if on_cpu else torch.cuda.synchronize
+    source = torch.ones(mib << 18, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * source.numel() * 4 / _median(lambda: (target.copy_(source), wait()))
+    a, b = (torch.randn(size, size, device=device) for _ in range(2))
+    flops_32 = 2 * size**3 / _median(lambda: (torch.mm(a, b), wait()))
+    half_a, half_b = a.bfloat16(), b.bfloat16()
+    flops_16 = flops_32 if on_cpu else 2 * size**3 / _median(lambda: (torch.mm(half_a, half_b), wait()))
+    name = f"this CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name(device)
+    l2 = 1 if on_cpu else torch.cuda.get_device_properties(device).L2_cache_size / 2**20
     return Chip(
-        key="cpu",
-        name=f"this CPU, {torch.get_num_threads()} threads",
+        key="cpu" if on_cpu else "unknown",
+        name=name,
         memory_gb_s=copied / 1e9,
-        memory_gib=0,
-        tflops_16=flops / 1e12,  # not faster in 16 bits, on most
-        tflops_32=flops / 1e12,
+        memory_gib=0 if on_cpu else torch.cuda.get_device_properties(device).total_memory / 2**30,
+        tflops_16=flops_16 / 1e12,
+        tflops_32=flops_32 / 1e12,
         tflops_8=None,
-        l2_mib=1,
-        link_gb_s=copied / 1e9,
-        launch_us=0,
-        node_us=0,
-        source=f"measured: a copy of {mib} MiB, a float32 GEMM of {size}",
+        l2_mib=l2,
+        link_gb_s=copied / 1e9 if on_cpu else 32,
+        launch_us=0 if on_cpu else 2.5,
+        node_us=0 if on_cpu else 1.0,
+        source=f"measured, not published: a copy of {mib} MiB, GEMMs of {size}" + ("" if on_cpu else "; link assumed"),
     )
 
 
