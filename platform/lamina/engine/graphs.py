@@ -41,7 +41,8 @@ class CudaGraphs:  # pragma: no cover - CUDA only
             run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Adapters are loaded into pinned memory by another thread meanwhile, which a global capture would forbid.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = run()
 
         def replay() -> Tensor:
