@@ -12,6 +12,8 @@ once and the grid depends on the number of entries alone, so a captured launch s
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -129,10 +131,11 @@ def _words(tensor: Tensor, name: str) -> Tensor:
     """The same memory as int32 [n, words]."""
     if tensor.dim() < 2 or not tensor.is_contiguous():
         raise ValueError(f"{name} is [n, ...] and contiguous, not {tuple(tensor.shape)} with strides {tensor.stride()}")
-    row_bytes = tensor.stride(0) * tensor.element_size()
+    width = math.prod(tensor.shape[1:])
+    row_bytes = width * tensor.element_size()
     if row_bytes == 0 or row_bytes % _VECTOR or tensor.data_ptr() % _VECTOR:
         raise ValueError(f"{name} must start at, and each row be, a multiple of {_VECTOR} bytes; a row is {row_bytes}")
-    return tensor.view(tensor.shape[0], -1).view(torch.int32)
+    return tensor.view(tensor.shape[0], width).view(torch.int32)
 
 
 def _check_ids(ids: Tensor, pool: Tensor) -> None:

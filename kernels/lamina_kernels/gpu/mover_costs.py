@@ -72,7 +72,7 @@ class WayCosts:
 
     def choose(self, piece_bytes: int, pieces: int, runs: int = 1) -> Way:
         """For `pieces` blocks whose host slots form `runs` stretches of neighbours (1: all side by side)."""
-        if piece_bytes < 1 or not 1 <= runs <= max(pieces, 1):
+        if piece_bytes < 1 or pieces < 0 or not 1 <= runs <= max(pieces, 1):
             raise ValueError(f"{pieces} pieces of {piece_bytes} bytes in {runs} runs")
         dma = pieces * self.copy.at(piece_bytes)
         total = pieces * piece_bytes
