@@ -12,6 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.types import FinishReason, GenerationRequest
+from lamina.wiring.backends import Backend, TorchBackend
+from support.ahead import AheadBackend
 
 _SCRATCH = TemporaryDirectory(prefix="lamina-tests-")
 _STORE = Path(_SCRATCH.name) / "store"
@@ -39,9 +41,18 @@ def expected(item: GenerationRequest) -> list[int]:
 class EngineMachine(RuleBasedStateMachine):
     """A small pool, so that preemption and eviction happen all the time."""
 
+    backend: Backend = TorchBackend()
+
     @initialize(chunk=st.sampled_from([4, 16, 40]), blocks=st.integers(8, 20), cache=st.booleans())
     def start(self, chunk: int, blocks: int, cache: bool) -> None:
-        self.core = tiny_core(_STORE, num_blocks=blocks, max_batch_tokens=chunk, max_running=4, prefix_caching=cache)
+        self.core = tiny_core(
+            _STORE,
+            backend=self.backend,
+            num_blocks=blocks,
+            max_batch_tokens=chunk,
+            max_running=4,
+            prefix_caching=cache,
+        )
         self.requests: dict[str, GenerationRequest] = {}
         self.cancelled: set[str] = set()
         self.tokens: dict[tuple[str, int], list[int]] = {}
@@ -102,10 +113,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.core.close()
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(
-    max_examples=25,
+class AheadMachine(EngineMachine):
+    """The same while every step is launched before the one before it has landed."""
+
+    backend = AheadBackend()
+
+
+_SETTINGS = settings(
+    max_examples=20,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = _SETTINGS
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = _SETTINGS
