@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+pytest.importorskip("triton")
+
+from lamina_kernels.gpu import blocks
 from lamina_kernels.gpu.block_mover import BlockKernels, BlockMover, HostBlocks, MoverCosts, WayCosts, calibrate
 from lamina_kernels.gpu.mover_costs import Curve
 from lamina_kernels.oracles import blocks as oracle
@@ -63,12 +66,13 @@ ways = pytest.mark.parametrize("costs", [KERNEL, DMA, PER_CALL], ids=["kernel", 
 
 
 @ways
+@pytest.mark.parametrize("kernels", [blocks, oracle], ids=["triton", "torch"])
 @pytest.mark.parametrize("staging", [1, 2 * BLOCK_BYTES, 2**20], ids=["one", "two", "all"])
-def test_there_and_back(costs: WayCosts, staging: int) -> None:
+def test_there_and_back(costs: WayCosts, kernels: BlockKernels, staging: int) -> None:
     """Scattered blocks to scattered slots, across chunks and batches; what was not named keeps its content."""
     pool, host = noise(*SHAPE), arena()
     original = pool.clone()
-    moves = mover(pool, host, costs, staging=staging)
+    moves = mover(pool, host, costs, kernels, staging)
     ids, slots = [8, 0, 3, 5, 1], [4, 11, 5, 0, 6]
     moves.spill(ids, slots).wait()
     for block, slot in zip(ids, slots, strict=True):
@@ -141,9 +145,9 @@ def test_what_cannot_be_moved_is_refused_at_once(ids: list[int], slots: list[int
     """A negative index would silently be another block."""
     pool, host = noise(*SHAPE), arena()
     moves = mover(pool, host, DMA)
-    with pytest.raises(ValueError, match="slots|blocks|twice"):
+    with pytest.raises(ValueError, match=r"slots|blocks|twice"):
         moves.spill(ids, slots)
-    with pytest.raises(ValueError, match="slots|blocks|twice"):
+    with pytest.raises(ValueError, match=r"slots|blocks|twice"):
         moves.promote(slots, ids)
     assert bytes(host.bytes_of(0)) == bytes(BLOCK_BYTES)
 
@@ -205,10 +209,7 @@ def test_a_curve_between_and_beyond_its_points() -> None:
 
 
 def test_calibration_measures_at_least_one_point_of_each_curve() -> None:
-    if ON_GPU:
-        from lamina_kernels.gpu import blocks as kernels
-    else:
-        kernels = oracle
+    kernels = blocks if ON_GPU else oracle
     for budget in (0.0, 0.1):
         costs = calibrate(DEVICE, kernels, budget_seconds=budget)
         for curve in (costs.spill.copy, costs.spill.stage, costs.promote.copy, costs.promote.stage):
