@@ -80,7 +80,7 @@ def passing(nbytes: float, chip: Chip | None) -> float:
 
 def linear_work(name: str, rows: int, inputs: int, outputs: int, itemsize: int, chip: Chip | None = None) -> Work:
     """y [rows, out] = x [rows, in] · Wᵀ."""
-    moved = inputs * outputs * itemsize
+    moved = float(inputs * outputs * itemsize)
     moved += passing(rows * inputs * itemsize, chip) + passing(rows * outputs * itemsize, chip)
     return Work(name, moved, 2.0 * rows * inputs * outputs, itemsize=itemsize)
 

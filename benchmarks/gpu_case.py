@@ -93,8 +93,18 @@ def _outputs(call: Call, function: Callable[..., Any], arguments: Sequence[Any])
     if function is call.oracle:
         options = {name: _copy(value, torch.device("cpu")) for name, value in options.items()}
     returned = function(*arguments, **options)
-    outputs = [] if returned is None else [returned] if isinstance(returned, Tensor) else list(returned)
-    return outputs + [arguments[number] for number in call.written]
+    return [*_tensors(returned), *(tensor for number in call.written for tensor in _tensors(arguments[number]))]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """One, none, those of a sequence, or those of a dataclass, in order."""
+    if value is None:
+        return []
+    if isinstance(value, Tensor):
+        return [value]
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [item for item in value if isinstance(item, Tensor)]
 
 
 def _copied(arguments: Sequence[Any], device: torch.device) -> list[Any]:

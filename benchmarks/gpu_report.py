@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ERROR", "Figure", "Item", "Report", "Skipped"]
+__all__ = ["ERROR", "Figure", "Item", "Report", "Skipped", "line"]
 
 
 class Skipped(Exception):
@@ -89,6 +89,11 @@ class Report:
     def failures(self) -> int:
         return sum(len(section.failed) for section in self._sections)
 
+    def below(self, percent: float) -> list[Figure]:
+        """Figures that reach less of their roofline: each of them needs an explanation."""
+        figures = (figure for section in self._sections for figure in section.figures)
+        return [figure for figure in figures if figure.percent is not None and figure.percent < percent]
+
     def run(self, name: str, budget_s: float, items: Callable[[], Iterator[Item]]) -> None:
         """One section. Items that do not fit into its budget are skipped, and the report says so."""
         section = _Section(name)
@@ -133,7 +138,7 @@ class Report:
                 section.figures += figures
                 for figure in figures:
                     if figure.unit != ERROR:
-                        print(f"   {_line(figure)}", flush=True)
+                        print(f"   {line(figure)}", flush=True)
 
     def _fail(self, section: _Section, label: str, trace: str) -> None:
         section.failed[label] = trace
@@ -150,7 +155,8 @@ class Report:
         return self._path
 
 
-def _line(figure: Figure) -> str:
+def line(figure: Figure) -> str:
+    """For people."""
     text = f"{figure.name:<58} {figure.measured:>12.2f} {figure.unit:<5}"
     if figure.predicted is not None:
         text += f" roofline {figure.predicted:>12.2f}"
