@@ -69,7 +69,7 @@ def build_batch(plan: StepPlan) -> Batch:
         token_ids=np.concatenate([chunk.choice.tokens[chunk.start : chunk.stop] for chunk in chunks]).astype(np.int64),
         positions=np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks]),
         spans=tuple(
-            Span(int(first), chunk.start, chunk.count, np.array(chunk.choice.table, dtype=np.int64))
+            Span(int(first), chunk.start, chunk.count, chunk.choice.table.array())
             for first, chunk in zip(starts, chunks, strict=True)
         ),
         segments=tuple(_segments(chunks, starts, ends)),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lamina.engine.sampling_state import SamplingState
 from lamina.types import GenerationRequest, SamplingParams
 from lamina_kvtier.identity import BlockId, IdentityChain
 
-__all__ = ["Choice", "ChoiceStatus", "RequestState"]
+__all__ = ["BlockTable", "Choice", "ChoiceStatus", "RequestState"]
 
 
 class ChoiceStatus(Enum):
@@ -36,6 +40,33 @@ class RequestState:
     @property
     def tenant(self) -> str:
         return self.request.tenant
+
+
+class BlockTable(list[int]):
+    """A choice's blocks in order, with an array of the same numbers that is kept up as they come.
+
+    Steps read all of it each time, and a long context has thousands: converting the list would cost more than planning.
+    """
+
+    __slots__ = ("_array", "_valid")
+
+    def __init__(self, blocks: Iterable[int] = ()) -> None:
+        super().__init__(blocks)
+        self._array = np.empty(max(16, len(self)), dtype=np.int64)
+        self._valid = 0
+
+    def replace(self, index: int, block: int) -> None:
+        """Puts another block in one place."""
+        self[index] = block
+        self._valid = min(self._valid, index)
+
+    def array(self) -> NDArray[np.int64]:
+        """[blocks]; a view that the next change may overwrite. Blocks are only appended, or changed by `replace`."""
+        if len(self) > len(self._array):
+            self._array = np.concatenate((self._array, np.empty(len(self), dtype=np.int64)))
+        self._array[self._valid : len(self)] = self[self._valid :]
+        self._valid = len(self)
+        return self._array[: len(self)]
 
 
 class Choice:
@@ -82,7 +113,7 @@ class Choice:
         self.limit = limit
         self.chain = chain
         self.sampling = sampling
-        self.table: list[int] = []
+        self.table = BlockTable()
         self.computed = 0
         self.published = 0
         self.status = ChoiceStatus.WAITING

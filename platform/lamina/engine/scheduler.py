@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lamina.engine.plan import Chunk, StepPlan
 from lamina.engine.queue import FairQueue
-from lamina.engine.request import Choice, ChoiceStatus
+from lamina.engine.request import BlockTable, Choice, ChoiceStatus
 from lamina.errors import LaminaError
 from lamina.types import EngineFailure
 from lamina_kvtier.blocks import CopyOnWrite
@@ -94,7 +94,7 @@ class Scheduler:
             tail = choice.computed // self._block_size
             copy = self.kv.make_writable(choice.table[tail])
             if copy is not None:
-                choice.table[tail] = copy.target
+                choice.table.replace(tail, copy.target)
         fresh = self.kv.allocate(max(missing, 0))
         choice.table += fresh
         return copy, fresh
@@ -158,7 +158,7 @@ class Scheduler:
 
     def _start(self, choice: Choice, slot: int | None) -> None:
         self.queue.remove(choice)
-        choice.table = self.kv.acquire(choice.known_ids(self._block_size))
+        choice.table = BlockTable(self.kv.acquire(choice.known_ids(self._block_size)))
         choice.published = len(choice.table)
         choice.computed = len(choice.table) * self._block_size
         choice.status = ChoiceStatus.RUNNING
@@ -203,7 +203,7 @@ class Scheduler:
     def _leave(self, choice: Choice) -> None:
         self.running.remove(choice)
         self.kv.release(choice.table)
-        choice.table = []
+        choice.table = BlockTable()
         choice.computed = choice.published = 0
         if self._slots.pop(choice, None) is not None:
             self._adapters.release(choice.request.request.adapter or "")
@@ -225,7 +225,7 @@ class Scheduler:
     def fork(self, parent: Choice, child: Choice) -> None:
         """Seats `child` beside `parent`, sharing all its blocks until one of them writes."""
         self.kv.fork(parent.table)
-        child.table = list(parent.table)
+        child.table = BlockTable(parent.table)
         child.computed, child.published = parent.computed, parent.published
         child.status = ChoiceStatus.RUNNING
         slot = self._slots.get(parent)

@@ -53,10 +53,7 @@ def test_a_mixed_step() -> None:
     assert step.logit_rows.tolist() == [0, 1, 5]
     assert step.contexts.tolist() == [7, 4, 6]
     assert [row[:n] for row, n in zip(step.tables.tolist(), (2, 1, 2), strict=True)] == [[9, 8], [7], [5, 6]]
-    assert (
-        sorted(step.prefill_tiles.tolist()) == [[2, 2, 3, 2], [2, 5, 1, 5]]
-        or sum(tile[2] for tile in step.prefill_tiles.tolist()) == 4
-    )
+    assert step.prefill_tiles.tolist() == [[2, 3, 3, 3], [2, 2, 1, 2]]  # cut at multiples of 3, most keys first
     assert step.lora is not None
     assert step.lora.decode.tolist() == [[1, 1, 1]]
     assert step.lora.prefill.tolist() == [[0, 2, 4]]
