@@ -79,6 +79,24 @@ async def test_chat_stream_helper_rebuilds_the_completion(kit: Kit, client: Asyn
     assert len(final.choices[0].logprobs.content or []) == 5
 
 
+async def test_comments_while_the_first_token_is_awaited(tmp_path: Path) -> None:
+    """The client skips them, and hears of a failure as of any in mid-stream."""
+    kit = build(tmp_path, ping_interval_s=0.01)
+    async with serve(kit.app) as url, AsyncOpenAI(api_key=kit.key, base_url=f"{url}/v1", max_retries=0) as client:
+        kit.engine.pause()
+        stream = await client.chat.completions.create(model=BASE, messages=HI, max_tokens=5, stream=True)
+        await asyncio.sleep(0.1)
+        kit.engine.resume()
+        assert "".join([c.choices[0].delta.content or "" async for c in stream]) == "<user"
+        kit.engine.pause()
+        kit.engine.failure = EngineFailure("not_found", "It was deleted.")
+        stream = await client.chat.completions.create(model=BASE, messages=HI, max_tokens=5, stream=True)
+        kit.engine.resume()
+        with pytest.raises(openai.APIError, match="It was deleted"):
+            _ = [chunk async for chunk in stream]
+    assert kit.engine.running == ()
+
+
 async def test_several_choices_and_a_stop_string(client: AsyncOpenAI) -> None:
     answer = await client.chat.completions.create(model=BASE, messages=HI, n=3, stop=["hi"], max_tokens=50)
     assert [choice.message.content for choice in answer.choices] == ["<user>", "user>", "ser>"]

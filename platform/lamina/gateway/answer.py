@@ -43,8 +43,14 @@ async def answer(request: Request, deps: GatewayDeps, job: Job, writer: Writer, 
         deps.metrics.stream_errors.labels(problem.error["code"]).inc()
         return problem
 
-    await unless_disconnected(request.receive, generation.start())
-    return EventStream(ending_well(writer.events(generation), failed), generation, job.target.headers)
+    patience_s = deps.config.ping_interval_s
+    try:  # a refusal that comes in time gets its status; a later one will be an event
+        await unless_disconnected(request.receive, generation.start(patience_s=patience_s))
+    except BaseException:
+        await generation.aclose()
+        raise
+    events = ending_well(writer.events(generation), failed)
+    return EventStream(events, generation, job.target.headers, ping_s=patience_s)
 
 
 async def _whole(generation: Generation, writer: Writer) -> BaseModel:

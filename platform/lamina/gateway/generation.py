@@ -99,30 +99,43 @@ class Generation:
         self._timeout_s = deps.config.first_event_timeout_s
         streams = [_renumbered(deps, job, position) for position in range(len(job.requests))]
         self._deltas = deps.metrics.timed(merge(streams), arrived)
-        self._first: ChoiceDelta | None = None
+        self._starting: asyncio.Task[ChoiceDelta] | None = None
         self._completion_tokens = 0
         self._cached = [0] * len(job.requests)
 
-    async def start(self) -> None:
-        """Waits for the first delta. Raises the engine's refusal, or EngineOverloaded after the timeout."""
+    async def start(self, *, patience_s: float | None = None) -> None:
+        """Waits for the first delta, at most `patience_s` seconds: `deltas()` waits for it then.
+
+        Raises the engine's refusal, or EngineOverloaded after the timeout.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._first())
+        done, _ = await asyncio.wait((self._starting,), timeout=patience_s)
+        for starting in done:
+            starting.result()
+
+    async def _first(self) -> ChoiceDelta:
         try:
             async with asyncio.timeout(self._timeout_s):
-                self._first = await anext(self._deltas)
+                return await anext(self._deltas)
         except TimeoutError as exc:
             raise EngineOverloaded(
                 f"The engine produced no token within {self._timeout_s:g} s. Retry later.", retry_after_s=5.0
             ) from exc
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        """All deltas, the first one included; counts usage on the way."""
-        assert self._first is not None
+        """All deltas, the first one included; counts usage on the way. Raises as `start` does."""
+        assert self._starting is not None
         async with aclosing(self._deltas):
-            yield self._counted(self._first)
+            yield self._counted(await self._starting)
             async for delta in self._deltas:
                 yield self._counted(delta)
 
     async def aclose(self) -> None:
         """Cancels what still runs. Does nothing if the job has ended."""
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._deltas.aclose()
 
     def usage(self) -> Usage:

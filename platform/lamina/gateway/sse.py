@@ -2,14 +2,15 @@
 
 The order a client relies on: for chat a chunk with the role, then deltas, an empty delta with `finish_reason`
 per choice, with `include_usage` a chunk without choices, then `[DONE]`. After a failure: an event with
-`error`, then the end, without `[DONE]`.
+`error`, then the end, without `[DONE]`. In between, where there is silence, comments.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Protocol
 
 from pydantic import BaseModel
@@ -19,9 +20,10 @@ from starlette.types import Receive, Scope, Send
 from lamina.gateway.disconnect import ClientGone, unless_disconnected
 from lamina.gateway.errors import Problem
 
-__all__ = ["DONE", "EventStream", "encode", "ending_well"]
+__all__ = ["DONE", "PING", "EventStream", "encode", "ending_well"]
 
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"  # a comment: clients skip it, proxies see that the connection lives
 
 
 def encode(chunk: BaseModel) -> bytes:
@@ -49,13 +51,18 @@ class Closable(Protocol):
 class EventStream(Response):
     """Sends events until they end or the client goes; then closes them and `source`, which cancels the work.
 
+    After `ping_s` seconds without an event it sends a comment.
+
     Starlette's StreamingResponse, in some ASGI versions, notices a vanished client only at the next write.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: Closable, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], source: Closable, headers: Mapping[str, str], *, ping_s: float
+    ) -> None:
         self._events = events
+        self._ping_s = ping_s
         self._source = source  # closing events that were never started would not reach it
         self.status_code = 200
         self.background = None
@@ -68,8 +75,35 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async with _pinging(send, self._ping_s) as say:
+                async for event in self._events:
+                    await say(event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError as exc:
             raise ClientGone from exc
+
+
+@asynccontextmanager
+async def _pinging(send: Send, interval_s: float) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+    """A function that sends an event. While it isn't called for `interval_s` seconds, comments are sent."""
+    now = asyncio.get_running_loop().time
+    last = now()
+
+    async def say(event: bytes) -> None:
+        nonlocal last
+        last = now()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def ping() -> None:
+        with suppress(OSError):  # the client has gone; whoever waits for it notices
+            while True:
+                await asyncio.sleep(last + interval_s - now())
+                if now() >= last + interval_s:
+                    await say(PING)
+
+    pinging = asyncio.create_task(ping())
+    try:
+        yield say
+    finally:
+        pinging.cancel()
+        await asyncio.gather(pinging, return_exceptions=True)

@@ -123,6 +123,9 @@ class Settings(BaseSettings):
     first_event_timeout_s: float = _gateway(
         "first_event_timeout_s", "Seconds that a request may wait for its first token; then 503.", gt=0
     )
+    ping_interval_s: float = _gateway(
+        "ping_interval_s", "Seconds of silence after which a stream sends a comment, so that proxies keep it.", gt=0
+    )
     shutdown_grace_s: float = Field(
         5.0,
         ge=0,

@@ -7,10 +7,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from fixtures.gateway import until
 from lamina.gateway.disconnect import ClientGone, unless_disconnected
 from lamina.gateway.errors import Problem
 from lamina.gateway.merge import merge
-from lamina.gateway.sse import DONE, EventStream, ending_well
+from lamina.gateway.sse import DONE, PING, EventStream, ending_well
 
 
 class Source:
@@ -159,7 +160,7 @@ async def test_a_failing_stream_ends_with_an_error_and_no_done() -> None:
 async def test_leaving_mid_stream_closes_the_events_and_their_source() -> None:
     """Between two events, not only at the next write."""
     wire, events, source = Wire(leave_after=1), Events(forever=True), Events()
-    response = EventStream(events.run(), source, {})
+    response = EventStream(events.run(), source, {}, ping_s=60)
     with pytest.raises(ClientGone):
         await response({"type": "http"}, wire.receive, wire.send)  # type: ignore[arg-type]
     assert events.closed
@@ -172,5 +173,37 @@ async def test_a_write_that_fails_means_the_client_has_gone() -> None:
 
     events, source = Events(), Events()
     with pytest.raises(ClientGone):
-        await EventStream(events.run(), source, {})({"type": "http"}, Wire().receive, broken)
+        await EventStream(events.run(), source, {}, ping_s=60)({"type": "http"}, Wire().receive, broken)
     assert source.closed
+
+
+async def test_silence_is_filled_with_comments() -> None:
+    """As long as no event comes; none after the end."""
+    wire, speak = Wire(), asyncio.Event()
+
+    async def slow() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        await speak.wait()
+        yield b"two"
+
+    answering = asyncio.create_task(
+        EventStream(slow(), Events(), {}, ping_s=0.01)({"type": "http"}, wire.receive, wire.send)  # type: ignore[arg-type]
+    )
+    await until(lambda: wire.sent.count(PING) >= 3)
+    speak.set()
+    await answering
+    assert wire.sent[0] == b"one"
+    assert set(wire.sent[1:-2]) == {PING}
+    assert wire.sent[-2:] == [b"two", b""]
+
+
+async def test_comments_stop_when_the_client_has_gone() -> None:
+    wire, events = Wire(leave_after=3), Events(forever=True)
+    with pytest.raises(ClientGone):
+        await EventStream(events.run(), Events(), {}, ping_s=0.01)(
+            {"type": "http"},
+            wire.receive,  # type: ignore[arg-type]
+            wire.send,  # type: ignore[arg-type]
+        )
+    assert wire.sent == [b"one", PING, PING]
+    assert len(asyncio.all_tasks()) == 1
