@@ -75,3 +75,4 @@ class GatewayConfig:
     max_prompts: int = 128  # in one call of /v1/completions
     first_event_timeout_s: float = 600.0  # queueing included, then 503
     ping_interval_s: float = 15.0  # a stream that has nothing to say for so long says that it lives
+    housekeeping_s: float = 30.0  # between rounds of `gateway.housekeeping`

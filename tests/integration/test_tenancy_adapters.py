@@ -224,6 +224,21 @@ async def test_refused_uploads_leave_nothing(
     assert (await adapters.list(acme.id)).data == ()
 
 
+async def test_unowned_digests(
+    adapters: AdapterService, acme: Tenant, beta: Tenant, make_adapter_folder: MakeFolder
+) -> None:
+    """Those that no ready row of any tenant has, however many are asked for at once."""
+    shared = await adapters.intake(acme.id, name="tag", folder=make_adapter_folder("shared"))
+    await adapters.intake(beta.id, name="tag", folder=make_adapter_folder("shared"))
+    mine = await adapters.intake(acme.id, name="mine", folder=make_adapter_folder("mine"))
+    asked = [f"unknown-{number:04}" for number in range(1200)]
+    assert await adapters.unowned([shared.digest, *asked, mine.digest]) == tuple(asked)
+    for name in ("tag", "mine"):
+        await adapters.delete(acme.id, name)
+    assert await adapters.unowned([shared.digest, mine.digest]) == (mine.digest,)
+    assert await adapters.unowned([]) == ()
+
+
 async def test_an_adapter_of_another_base_model_does_not_resolve(
     database: Database,
     adapters: AdapterService,

@@ -101,6 +101,8 @@ def show(adapter: _Adapter, tenant: _Tenant, json: Json = False) -> None:
 def delete(adapter: _Adapter, tenant: _Tenant, json: Json = False) -> None:
     """Retire one version, or all versions of a bare NAME. Version numbers are never used again.
 
+    A running server refuses it within seconds, and unloads it with its next round of housekeeping.
+
     Example: lamina adapters delete support@1 --tenant acme
     """
 

@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 import lamina
 from lamina.errors import LaminaError
-from lamina.gateway import staging
 from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.errors import respond
+from lamina.gateway.housekeeping import keep_house, sweep
 from lamina.gateway.middleware import Door
 from lamina.gateway.routes import adapters, chat, completions, files, models, ops, parts, tokenize
 
@@ -45,9 +45,13 @@ def create_app(deps: GatewayDeps) -> FastAPI:
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     deps: GatewayDeps = app.state.deps
-    await asyncio.to_thread(staging.sweep, deps.uploads)
-    await asyncio.to_thread(deps.pending.sweep)
-    yield
+    await sweep(deps)
+    keeping = asyncio.create_task(keep_house(deps))
+    try:
+        yield
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:

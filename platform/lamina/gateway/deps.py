@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -46,6 +47,10 @@ class Adapters(Protocol):
 
     async def delete(self, tenant_id: str, name_or_id: str) -> DeletedAdapters:
         """Raises NotFound."""
+        ...
+
+    async def unowned(self, digests: Collection[str]) -> tuple[str, ...]:
+        """Those that no tenant has any more."""
         ...
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,9 @@ class InMemoryAdapters:
         left = {record.digest for record in self._records}
         unused = tuple(sorted({record.digest for record in gone} - left))
         return DeletedAdapters(retired=gone, removed_digests=unused)
+
+    async def unowned(self, digests: Collection[str]) -> tuple[str, ...]:
+        return tuple(sorted(set(digests) - {record.digest for record in self._records}))
 
     def _mine(self, tenant_id: str) -> tuple[AdapterRecord, ...]:
         return tuple(record for record in self._records if record.tenant_id == tenant_id)

@@ -8,7 +8,7 @@ which `reconcile` removes. Removing a digest's files and entering a row for it h
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from sqlalchemy import ColumnElement, Select, false, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -25,6 +25,7 @@ from lamina.tenancy.tenants import lock_tenant
 __all__ = ["MAX_PAGE", "AdapterCatalog", "ready_rows", "record_of"]
 
 MAX_PAGE = 1000
+_LOOK_UP = 500  # values in one query: SQLite and PostgreSQL bound them
 RESOLVED_S = 2.0  # how long a resolved model name is remembered
 _READY = AdapterStatus.READY.value
 
@@ -129,6 +130,16 @@ class AdapterCatalog:
             owned = set(await session.scalars(select(AdapterRow.digest).where(AdapterRow.status == _READY)))
         removed = await self.remove_unowned(set(stored) - owned) if known else ()
         return Reconciliation(removed_digests=removed, missing=await self._missing())
+
+    async def unowned(self, digests: Collection[str]) -> tuple[str, ...]:
+        """Those that no ready row has, of whatever tenant and base model."""
+        known = sorted(set(digests))
+        owned: set[str] = set()
+        async with self._database.session() as session:
+            for start in range(0, len(known), _LOOK_UP):
+                some = AdapterRow.digest.in_(known[start : start + _LOOK_UP])
+                owned.update(await session.scalars(select(AdapterRow.digest).where(some, AdapterRow.status == _READY)))
+        return tuple(digest for digest in known if digest not in owned)
 
     async def remove_unowned(self, digests: Iterable[str]) -> tuple[str, ...]:
         """Removes the files of those digests that no ready row has, and names them."""

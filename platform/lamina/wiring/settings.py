@@ -126,6 +126,11 @@ class Settings(BaseSettings):
     ping_interval_s: float = _gateway(
         "ping_interval_s", "Seconds of silence after which a stream sends a comment, so that proxies keep it.", gt=0
     )
+    housekeeping_s: float = _gateway(
+        "housekeeping_s",
+        "Seconds between rounds that unload adapters which another process deleted, and remove left-over uploads.",
+        gt=0,
+    )
     shutdown_grace_s: float = Field(
         5.0,
         ge=0,
