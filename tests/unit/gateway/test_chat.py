@@ -232,6 +232,20 @@ async def test_a_failure_before_the_first_token_is_an_http_error(kit: Kit, strea
     assert response.headers["retry-after"] == "2"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_adapter_that_is_deleted_before_its_first_load_is_not_found(
+    kit: Kit, tmp_path: Path, stream: bool
+) -> None:
+    """The engine learns it only when the request's turn comes; the status can still say it."""
+    await kit.add_adapter(tmp_path, "poet")
+    kit.engine.failure = EngineFailure("not_found", "The adapter was deleted before the request could run.", "model")
+    response = await post(kit, model="poet", stream=stream)
+    assert response.status_code == 404
+    error = response.json()["error"]
+    assert (error["code"], error["param"]) == ("not_found", "model")
+    assert "was deleted" in error["message"]
+
+
 async def test_a_failure_in_mid_stream_is_an_error_event(kit: Kit) -> None:
     """The last event has the error; there is no [DONE] and no reason that would make it look complete."""
     kit.engine.failure, kit.engine.fail_after = EngineFailure("engine_error", "secret detail"), 2
