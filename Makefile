@@ -11,10 +11,10 @@ DEV := .venv/.installed-dev
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(PIP_FLAGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help serve model test lint type fmt bench gpu-check clean
+.PHONY: help serve model test lint type fmt bench gpu-check kernels-table clean
 
 help:  ## Show what there is to make
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## *' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 serve: $(RUN)  ## Install, fetch the demo model, and serve two demo tenants (ARGS="--port 8001": options of `lamina serve`)
 	@$(BIN)/lamina models pull $(MODEL)
@@ -42,8 +42,11 @@ fmt: $(DEV)  ## Format, and fix what can be fixed
 bench: $(DEV) model  ## Benchmarks against peers (ARGS="--repetitions 1" for a short look)
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
-gpu-check: $(DEV)  ## The tests that need a CUDA device
-	$(BIN)/pytest tests/gpu $(ARGS)
+gpu-check: $(DEV)  ## Every kernel and the engine on this machine's GPU, under 8 minutes; without one, a small run on the CPU
+	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
+
+kernels-table: $(DEV)  ## Compile every kernel for four chips and write the table that CI compares with
+	$(BIN)/python -m lamina_kernels.gpu.aot --update $(ARGS)
 
 clean:  ## Remove everything that was made here; the user's cache and data folders stay
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -19,6 +19,7 @@ class EngineConfig:
     served_name: str = ""  # the base model's public name; "" = the folder's name
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16; auto: the fastest that this device computes well
+    kernels: str = "auto"  # auto | triton | torch; auto: Triton's on a GPU, torch's operators elsewhere
     block_size: int = 16  # tokens
     kv_bytes: int = 1024 * MIB  # size of the block pool; ignored when num_blocks is set
     num_blocks: int | None = None

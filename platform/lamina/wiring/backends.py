@@ -13,6 +13,7 @@ from lamina.config import EngineConfig
 from lamina.engine.pool import BlockPool
 from lamina.engine.runner import EagerRunner, Runner
 from lamina.engine.sampler import Sampler, StepSampler
+from lamina.errors import ConfigurationInvalid
 from lamina.models.interface import CausalLM
 from lamina.models.layers import LayerOps, TorchOps
 from lamina_kernels.dispatch import lora_table
@@ -54,9 +55,16 @@ class TorchBackend:
         return StepParts(table, Sampler(), partial(EagerRunner, model, pool))
 
 
-def choose_backend(device: torch.device) -> Backend:
-    """Triton kernels on a GPU, torch elsewhere."""
-    if device.type == "cuda":  # pragma: no cover - CUDA only
+def choose_backend(device: torch.device, kernels: str = "auto") -> Backend:
+    """Triton kernels on a GPU and torch elsewhere, unless one is asked for.
+
+    Raises ConfigurationInvalid for a name that is not known, and for Triton kernels without a GPU.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ConfigurationInvalid(f"kernels must be auto, triton or torch, not {kernels!r}.", param="kernels")
+    if kernels == "triton" and device.type != "cuda":
+        raise ConfigurationInvalid(f"kernels is triton, but the device is {device}: they need a GPU.", param="kernels")
+    if device.type == "cuda" and kernels != "torch":  # pragma: no cover - CUDA only
         from lamina.engine.adapter_stream import CudaLane
         from lamina.engine.graphs import CudaGraphs
         from lamina.wiring.triton_backend import TritonBackend

@@ -69,7 +69,7 @@ def build_core(config: EngineConfig, *, progress: Progress | None = None) -> Eng
     torch.set_num_threads(config.threads or psutil.cpu_count(logical=False) or 1)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    backend = choose_backend(device)
+    backend = choose_backend(device, config.kernels)
     model = load_model(config.model, dtype=dtype, device=device, ops=backend.ops, progress=progress)
     digest = model_digest(config.model)
     return assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend)
@@ -103,7 +103,7 @@ def assemble(
         device=device,
     )
     store, geometry = AdapterStore(config.adapters), shape.geometry()
-    parts = (backend or choose_backend(device)).parts(model, pool, config)
+    parts = (backend or choose_backend(device, config.kernels)).parts(model, pool, config)
 
     def load(digest: str) -> PreparedAdapter:
         folder = store.path(digest)

@@ -88,6 +88,9 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _engine(
         "dtype", "Weights and KV; `auto` takes the fastest that the device computes well."
     )
+    kernels: Literal["auto", "triton", "torch"] = _engine(
+        "kernels", "`auto`, `triton` or `torch`; auto: Triton's on a GPU, torch's elsewhere."
+    )
     block_size: int = _engine("block_size", "Tokens in a KV block.", ge=1, le=256)
     kv_bytes: ByteSize = _engine(
         "kv_bytes", "Memory for KV blocks, for example `4GiB`; unused if `LAMINA_NUM_BLOCKS` is set.", ge=1

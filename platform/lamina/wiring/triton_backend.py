@@ -13,12 +13,16 @@ from lamina.engine.device_runner import DeviceRunner, decode_buckets
 from lamina.engine.device_sampler import DeviceSampler
 from lamina.engine.graphs import Graphs
 from lamina.engine.pool import BlockPool
+from lamina.errors import ConfigurationInvalid
+from lamina.models.config import ModelConfig
 from lamina.models.device_ops import DeviceOps
 from lamina.models.interface import CausalLM
 from lamina.wiring.backends import StepParts
+from lamina_kernels.gpu.attention_pool import BLOCK_SIZES, HEAD_DIMS
 from lamina_kernels.gpu.attention_prefill import prefill_tile_rows
 from lamina_kernels.gpu.lora_layout import SiteShape
 from lamina_kernels.gpu.lora_table import TritonLoraTable
+from lamina_kernels.gpu.sampling_seats import MAX_TOP, MAX_VOCAB
 from lamina_lora.geometry import SITES, BaseGeometry
 from lamina_lora.slots import AdapterSlots
 
@@ -35,6 +39,7 @@ class TritonBackend:
         self._lane = lane
 
     def parts(self, model: CausalLM, pool: BlockPool, config: EngineConfig) -> StepParts:
+        _check(model.config, config)
         shape, device, dtype = model.config, pool.data.device, pool.data.dtype
         lora = _lora_table(shape.geometry(), config, dtype, device)
         stream = AdapterStream(lora, self._lane)
@@ -56,6 +61,19 @@ class TritonBackend:
             )
 
         return StepParts(stream, sampler, runner)
+
+
+def _check(shape: ModelConfig, config: EngineConfig) -> None:
+    """Raises ConfigurationInvalid for what the kernels cannot do."""
+    limits = {
+        "model": (shape.head_dim in HEAD_DIMS, f"heads of {shape.head_dim}; they know {HEAD_DIMS}"),
+        "block_size": (config.block_size in BLOCK_SIZES, f"blocks of {config.block_size}; they know {BLOCK_SIZES}"),
+        "max_logprobs": (config.max_logprobs <= MAX_TOP, f"max_logprobs {config.max_logprobs}; they give {MAX_TOP}"),
+        "max_running": (shape.vocab_size <= MAX_VOCAB, f"a vocabulary of {shape.vocab_size}; they take {MAX_VOCAB}"),
+    }
+    for param, (fits, what) in limits.items():
+        if not fits:
+            raise ConfigurationInvalid(f"Triton kernels cannot do {what}. Or set kernels to torch.", param=param)
 
 
 def _lora_table(
