@@ -24,11 +24,11 @@ __all__ = ["compile_cases", "embed_shrink"]
 
 @triton.jit
 def _embed_kernel(
-    token_ids,
-    pool,
-    table,
-    tiles,
-    planes,
+    token_ids,  # [T]
+    pool,  # [N]
+    table,  # [slots, FIELDS]
+    tiles,  # [n, 3]
+    planes,  # [>= 1, T, ranks], rows row_stride apart
     vocab,
     row_stride,
     FIELDS: tl.constexpr,

@@ -47,15 +47,15 @@ def _sum_planes(planes, row, o_rank, mask, plane_stride, row_stride, SPLITS: tl.
 
 @triton.jit
 def _expand_kernel(
-    planes,
-    pool,
-    gains,
-    table,
-    tiles,
-    y,
-    bias,
+    planes,  # [>= SPLITS, T, ranks], strides plane_stride, row_stride, 1
+    pool,  # [N]
+    gains,  # [G]
+    table,  # [slots, FIELDS]
+    tiles,  # [n, 3]
+    y,  # [T, width_0 + width_1 + width_2], rows y_stride apart
+    bias,  # as wide as y, or None
     width_0,
-    width_1,
+    width_1,  # 0: no such slice
     width_2,
     y_stride,
     plane_stride,

@@ -30,11 +30,11 @@ __all__ = ["compile_cases", "shrink"]
 
 @triton.jit
 def _shrink_kernel(
-    x,
-    pool,
-    table,
-    tiles,
-    planes,
+    x,  # [T, in_features], rows x_stride apart
+    pool,  # [N]
+    table,  # [slots, FIELDS]
+    tiles,  # [n, 3]
+    planes,  # [splits, T, ranks], strides plane_stride, row_stride, 1
     in_features,
     x_stride,
     plane_stride,

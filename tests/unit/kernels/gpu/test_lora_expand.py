@@ -128,6 +128,17 @@ def test_the_scaling_is_in_b_and_the_bias_matters_only_to_dora(kind: ExpandShape
 
 
 @each_kind
+def test_an_untouched_slice_keeps_the_sign_of_its_zeros(kind: ExpandShape) -> None:
+    """Adding nothing would turn -0 into 0: such programs must leave before they write."""
+    site = build_site(SiteShape(16, (40, 24)), [(4, 0)], torch.float32)
+    planes = written_planes(site, 3, [(0, 0, 2)], 3, seed=18)
+    y = torch.full((3, 64), -0.0, device=DEVICE)
+    run(site, planes, [(0, 0, 2)], y, kind)
+    assert y[:2, 40:].signbit().all() and y[2].signbit().all()
+    assert y[:2, :40].all()
+
+
+@each_kind
 @pytest.mark.parametrize("widths", [(1,), (127, 129), (576, 192, 192), (3, 1, 257)], ids=str)
 def test_ragged_slices(widths: tuple[int, ...], kind: ExpandShape) -> None:
     site = build_site(SiteShape(16, widths), [tuple(range(3, 3 + len(widths)))], torch.float16)
