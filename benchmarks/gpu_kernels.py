@@ -15,7 +15,7 @@ from gpu_scale import Scale
 
 __all__ = ["GROUPS", "items"]
 
-GROUPS = ("gpu_cases_rows", "gpu_cases_lora", "gpu_cases_table", "gpu_cases_sampling")
+GROUPS = ("gpu_cases_rows", "gpu_cases_lora", "gpu_cases_table", "gpu_cases_attention", "gpu_cases_sampling")
 """Modules with `calls(dtype)`: an iterator of `gpu_case.Call`."""
 
 

@@ -48,7 +48,7 @@ FULL = Scale(
 )
 
 SMALL = Scale(
-    shape=Shape(name="tiny", layers=2, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=64, vocab=211, tied=False),
+    shape=Shape(name="tiny", layers=1, hidden=64, inner=96, heads=4, kv_heads=2, head_dim=64, vocab=211, tied=False),
     dtype=torch.float32,
     layers=1,
     adapters=(2,),
