@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
 
 import pytest
 import pytest_asyncio
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from fixtures.tenancy import SECRET, Time
 from lamina.errors import Conflict, DatabaseUnavailable, InvalidRequest, NotFound, Unauthenticated
@@ -288,6 +290,32 @@ async def test_last_use_is_flushed_by_itself_and_at_the_end(
     quick.touch(issued.record.id, time.now + timedelta(seconds=9))
     await quick.close()
     assert (await keys.get(issued.record.id)).last_used_at == time.now + timedelta(seconds=9)
+
+
+async def test_closing_lets_a_write_finish(
+    keys: KeyService, issued: IssuedKey, time: Time, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled query takes its connection along."""
+    notes = LastUsed(database=database, interval_s=0.001)
+    writing, go_on, transaction = asyncio.Event(), asyncio.Event(), database.transaction
+
+    @asynccontextmanager
+    async def slow() -> AsyncIterator[AsyncSession]:
+        async with transaction() as session:
+            writing.set()
+            await go_on.wait()
+            yield session
+
+    monkeypatch.setattr(database, "transaction", slow)
+    notes.touch(issued.record.id, time.now)
+    await writing.wait()
+    closing = asyncio.create_task(notes.close())
+    await asyncio.sleep(0)
+    go_on.set()
+    await closing
+    assert notes._task is not None
+    assert not notes._task.cancelled()
+    assert (await keys.get(issued.record.id)).last_used_at == time.now
 
 
 async def test_an_outage_keeps_the_notes(

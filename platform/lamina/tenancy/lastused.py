@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from datetime import datetime
 
 import structlog
@@ -28,12 +29,12 @@ class LastUsed:
         self._interval_s = interval_s
         self._noted: dict[str, datetime] = {}
         self._task: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closing = asyncio.Event()
 
     def touch(self, key_id: str, at: datetime) -> None:
         """Call inside a running event loop."""
         self._noted[key_id] = at
-        if not self._closed and (self._task is None or self._task.done()):
+        if not self._closing.is_set() and (self._task is None or self._task.done()):
             self._task = asyncio.get_running_loop().create_task(self._flush_later(), name="lamina-last-used")
 
     async def flush(self) -> None:
@@ -56,16 +57,21 @@ class LastUsed:
             raise
 
     async def close(self) -> None:
-        """Stops the task and writes what is left. Raises DatabaseUnavailable."""
-        self._closed = True
+        """Ends the task and writes what is left. Raises DatabaseUnavailable.
+
+        A write under way is waited for: cancelled, it would take its connection along, whose thread would answer to a
+        loop that may be closed by then.
+        """
+        self._closing.set()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.wait([self._task])
         await self.flush()
 
     async def _flush_later(self) -> None:
         while self._noted:
-            await asyncio.sleep(self._interval_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), self._interval_s)
+                return  # `close` writes what is left
             try:
                 await self.flush()
             except DatabaseUnavailable as error:
