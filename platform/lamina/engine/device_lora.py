@@ -15,7 +15,7 @@ from lamina_lora.geometry import SITES
 from lamina_lora.slots import AdapterSlots
 from lamina_lora.weights import site_index
 
-__all__ = ["DeviceLora", "TiledTable"]
+__all__ = ["DeviceLora", "Projections", "TiledTable", "TwoLaunches"]
 
 _FIRST_SITE = next(iter(SITES))
 
@@ -26,21 +26,55 @@ class TiledTable(Protocol):
     def apply(self, site: int, tiles: LoraTiles, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None: ...
 
 
-class DeviceLora:
-    """`LoraApply` for one step at a time."""
+class Projections(Protocol):
+    """One way to compute a step's projections with their adapters; a graph is captured for one of them."""
 
-    def __init__(self, table: TiledTable, stream: AdapterStream, slots: AdapterSlots) -> None:
+    name: str
+
+    def covers(self, segments: Sequence[Segment], decode_rows: int) -> bool:
+        """Whether it can do a step with these adapters, of which the first `decode_rows` rows are decode rows."""
+        ...
+
+    def project(self, site: int, tiles: LoraTiles, x: Tensor, linear: Linear) -> Tensor: ...
+
+
+class TwoLaunches:
+    """The base projection, then shrink and expand: any step."""
+
+    name = "two-launch"
+
+    def __init__(self, table: TiledTable) -> None:
         self._table = table
+
+    def covers(self, segments: Sequence[Segment], decode_rows: int) -> bool:
+        return True
+
+    def project(self, site: int, tiles: LoraTiles, x: Tensor, linear: Linear) -> Tensor:
+        y = linear(x)
+        self._table.apply(site, tiles, x, y, linear.bias)
+        return y
+
+
+class DeviceLora:
+    """`LoraApply` for one step at a time, by the first of its plans that covers the step."""
+
+    def __init__(self, plans: Sequence[Projections], stream: AdapterStream, slots: AdapterSlots) -> None:
+        """The last of the plans covers everything."""
+        self.plans = tuple(plans)
         self._stream = stream
         self._slots = slots
         self._tiles: LoraTiles | None = None
+        self._plan = self.plans[-1]
 
-    def check(self, segments: Sequence[Segment]) -> None:
-        """Raises SlotEmpty for a slot without an acquired adapter: kernels trust their slots."""
-        self._slots.check(segments)
+    def choose(self, segments: Sequence[Segment], decode_rows: int) -> Projections | None:
+        """The plan for a step; None without adapters. Raises SlotEmpty for a slot without an acquired adapter."""
+        self._slots.check(segments)  # kernels trust their slots
+        if not segments:
+            return None
+        return next(plan for plan in self.plans if plan.covers(segments, decode_rows))
 
-    def begin(self, tiles: LoraTiles) -> DeviceLora:
-        self._tiles = tiles
+    def begin(self, tiles: LoraTiles, plan: Projections) -> DeviceLora:
+        self._tiles, self._plan = tiles, plan
         return self
 
     def wait(self) -> None:
@@ -54,6 +88,4 @@ class DeviceLora:
         number = site_index(layer, site)
         if site == _FIRST_SITE:  # a layer's sites arrive together
             self._stream.await_site(number)
-        y = linear(x)
-        self._table.apply(number, self._tiles, x, y, linear.bias)
-        return y
+        return self._plan.project(number, self._tiles, x, linear)

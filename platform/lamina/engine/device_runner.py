@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.engine.batch import Batch
 from lamina.engine.device_attention import DeviceAttention
 from lamina.engine.device_inputs import FixedInputs, HostInputs, StepInputs, StepShape, upload
-from lamina.engine.device_lora import DeviceLora
+from lamina.engine.device_lora import DeviceLora, Projections
 from lamina.engine.graphs import Graphs
 from lamina.engine.pool import BlockPool
 from lamina.models.interface import CausalLM
@@ -44,7 +44,7 @@ class _Captured:
 class DeviceRunner:
     """A `Runner` on Triton kernels.
 
-    A graph is captured per bucket of decode rows, with and without LoRA, at its first use (`warm_up` does it before).
+    A graph is captured per bucket of decode rows and LoRA plan, or none, at its first use (`warm_up` does it before).
     It holds no adapter: slots are looked up on the device while it runs, so adapters come and go without a new capture.
     """
 
@@ -71,42 +71,42 @@ class DeviceRunner:
         self._feed = feed
         self._buckets = tuple(buckets)
         self._max_blocks = max_blocks
-        self._captured: dict[tuple[int, bool], _Captured] = {}
+        self._captured: dict[tuple[int, str | None], _Captured] = {}
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Logits [R, vocabulary] float32, valid until the next call."""
-        self._lora.check(batch.segments)
+        plan = self._lora.choose(batch.segments, batch.decode_rows)
         self._tidy(batch)
         rows = batch.num_tokens
         if batch.decode_rows == rows == len(batch.logit_rows) and rows <= self._buckets[-1]:
             bucket = next(bucket for bucket in self._buckets if bucket >= rows)
-            return self._replay(bucket, HostInputs(batch, self._shape, bucket))[:rows]
-        return self._run(HostInputs(batch, self._shape).to_device(self._pool.data.device))
+            return self._replay(bucket, HostInputs(batch, self._shape, bucket), plan)[:rows]
+        return self._run(HostInputs(batch, self._shape).to_device(self._pool.data.device), plan)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Captures every graph, largest first, so that they share memory and no request waits for a capture."""
         for bucket in reversed(self._buckets):
-            for lora in (False, True):
-                self._capture(bucket, lora)
+            for plan in (None, *self._lora.plans):
+                self._capture(bucket, plan)
 
-    def _replay(self, bucket: int, host: HostInputs) -> Tensor:
-        captured = self._captured.get((bucket, host.has_lora)) or self._capture(bucket, host.has_lora)
-        captured.fixed.fill(host)
+    def _replay(self, bucket: int, host: HostInputs, plan: Projections | None) -> Tensor:
         self._lora.wait()
+        captured = self._captured.get((bucket, _name(plan))) or self._capture(bucket, plan)
+        captured.fixed.fill(host)
         return captured.replay()
 
-    def _capture(self, bucket: int, lora: bool) -> _Captured:
+    def _capture(self, bucket: int, plan: Projections | None) -> _Captured:
         """Padding alone runs while it is captured: nothing is written, no adapter is read."""
-        fixed = FixedInputs(bucket, self._max_blocks, lora=lora, device=self._pool.data.device)
-        captured = _Captured(fixed, self._graphs.capture(lambda: self._run(fixed.inputs)))
-        self._captured[bucket, lora] = captured
+        fixed = FixedInputs(bucket, self._max_blocks, lora=plan is not None, device=self._pool.data.device)
+        captured = _Captured(fixed, self._graphs.capture(lambda: self._run(fixed.inputs, plan)))
+        self._captured[bucket, _name(plan)] = captured
         return captured
 
-    def _run(self, inputs: StepInputs) -> Tensor:
+    def _run(self, inputs: StepInputs, plan: Projections | None) -> Tensor:
         self._attention.begin(inputs)
-        lora = None if inputs.lora is None else self._lora.begin(inputs.lora)
+        lora = None if plan is None or inputs.lora is None else self._lora.begin(inputs.lora, plan)
         tokens = self._feed(inputs.token_ids)
         hidden = self._model.forward(tokens, inputs.positions, self._attention, lora)
         return self._model.logits(hidden.index_select(0, inputs.logit_rows))
@@ -121,6 +121,10 @@ class DeviceRunner:
 
     def _ids(self, blocks: Sequence[int]) -> Tensor:
         return upload(np.array(blocks, dtype=np.int32), self._pool.data.device)
+
+
+def _name(plan: Projections | None) -> str | None:
+    return None if plan is None else plan.name
 
 
 def _independent(copies: Sequence[CopyOnWrite]) -> list[list[CopyOnWrite]]:

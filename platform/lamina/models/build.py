@@ -8,7 +8,7 @@ from torch import Tensor
 from lamina.models.config import ModelConfig
 from lamina.models.decoder import Attention, Decoder, DecoderLayer, Mlp
 from lamina.models.interface import Linear
-from lamina.models.layers import LayerOps, Norm, identity, linear
+from lamina.models.layers import LayerOps, Norm, identity
 from lamina.models.rope import Rope
 
 __all__ = ["build_decoder"]
@@ -39,7 +39,7 @@ class _Builder:
             layers=[self._layer(index) for index in range(config.num_layers)],
             ropes=[Rope(rope, config.head_dim, self.dtype, embedding.device) for rope in ropes],
             final_norm=self._norm("final_norm"),
-            head=linear(head, None),
+            head=self.ops.linear(head, None),
         )
 
     def _layer(self, index: int) -> DecoderLayer:
@@ -75,7 +75,7 @@ class _Builder:
         )
 
     def _linear(self, site: str) -> Linear:
-        return linear(self.weights.pop(f"{site}.weight"), self.weights.pop(f"{site}.bias", None))
+        return self.ops.linear(self.weights.pop(f"{site}.weight"), self.weights.pop(f"{site}.bias", None))
 
     def _norm(self, name: str) -> Norm:
         return self.ops.norm(self._norm_weight(name), self.config.norm_eps)

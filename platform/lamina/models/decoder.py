@@ -120,6 +120,16 @@ class Decoder:
     def config(self) -> ModelConfig:
         return self._config
 
+    def linear(self, layer: int, site: str) -> Linear:
+        parts = self._layers[layer]
+        linears = {
+            "qkv": parts.attention.qkv,
+            "o": parts.attention.out,
+            "gate_up": parts.mlp.gate_up,
+            "down": parts.mlp.down,
+        }
+        return linears[site]
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, lora: LoraApply | None) -> Tensor:
         """token_ids and positions [T] int64 -> hidden states [T, hidden size]."""
         h = F.embedding(token_ids, self._embedding).to(self._dtype)

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from lamina.models.layers import Norm
+from lamina.models.interface import Linear
+from lamina.models.layers import DenseLinear, Norm
 from lamina_kernels.gpu.gated import gated
 from lamina_kernels.gpu.norm import add_rms_norm, rms_norm
 
@@ -28,7 +29,10 @@ class _DeviceNorm:
 
 
 class DeviceOps:
-    """One launch for a sum with its norm, one for an activation with its product."""
+    """The library's matrix products; one launch for a sum with its norm, one for an activation with its product."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return DenseLinear(weight, bias)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return _DeviceNorm(weight, eps)

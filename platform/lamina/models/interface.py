@@ -84,6 +84,10 @@ class CausalLM(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
+    def linear(self, layer: int, site: str) -> Linear:
+        """The base projection at a site, a key of `lamina_lora.geometry.SITES`."""
+        ...
+
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, lora: LoraApply | None) -> Tensor:
         """token_ids and positions [T] int64, any mix of sequences -> final hidden states [T, hidden size]."""
         ...

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lamina.models.interface import Linear
 
-__all__ = ["GATED", "LayerOps", "Norm", "RmsNorm", "TorchOps", "identity", "linear"]
+__all__ = ["GATED", "DenseLinear", "LayerOps", "Norm", "RmsNorm", "TorchOps", "identity", "linear"]
 
 
 class Norm(Protocol):
@@ -26,7 +26,11 @@ class Norm(Protocol):
 
 
 class LayerOps(Protocol):
-    """What a decoder layer needs beside matrix products and attention, from whoever computes it best on a device."""
+    """What a decoder layer needs beside attention, from whoever computes it best on a device."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """For weight [out, in] and bias [out]. The caller should drop its own references."""
+        ...
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         """RMSNorm: x / sqrt(mean(x²) + eps) * weight, float32 inside; weight float32 [dim] or [heads, dim]."""
@@ -56,14 +60,16 @@ def linear(weight: Tensor, bias: Tensor | None) -> Linear:
     """
     if _is_packable(weight):
         return _PackedLinear(weight, bias)
-    return _DenseLinear(weight, bias)
+    return DenseLinear(weight, bias)
 
 
 def _is_packable(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.float32 and torch._C._has_mkldnn
 
 
-class _DenseLinear:
+class DenseLinear:
+    """torch's own product; its weight [out, in] can be moved."""
+
     __slots__ = ("bias", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -71,6 +77,13 @@ class _DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+    def move(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Copies weight and bias into the given tensors and computes with those from now on."""
+        weight.copy_(self.weight)
+        if self.bias is not None and bias is not None:
+            bias.copy_(self.bias)
+        self.weight, self.bias = weight, bias
 
 
 class _PackedLinear:
@@ -132,6 +145,9 @@ GATED: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({"silu": _sil
 
 class TorchOps:
     """`LayerOps` on torch's own operators, for any device."""
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        return linear(weight, bias)
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
         return RmsNorm(weight, eps)

@@ -109,6 +109,11 @@ class Settings(BaseSettings):
         "adapter_bytes", "Memory for loaded adapters; the least recently used leave first.", ge=1
     )
     max_adapters: int = _engine("max_adapters", "Adapters loaded at a time, however small.", ge=1, le=65536)
+    lora_plan: Literal["two-launch", "fused"] = _engine(
+        "lora_plan", "How a GPU decodes; `fused` keeps a few adapters beside the base weights, see docs/kernels.md."
+    )
+    fused_slots: int = _engine("fused_slots", "Adapters in the fused plan; others take the usual way.", ge=1, le=64)
+    fused_rank: int = _engine("fused_rank", "Rank up to which the fused plan takes adapters.", ge=8, multiple_of=8)
     prefix_caching: bool = _engine("prefix_caching", "Reuse KV blocks of equal prompt beginnings.")
     threads: int | None = _engine("threads", "CPU threads of the engine; unset: all physical cores.", ge=1)
     # Gateway

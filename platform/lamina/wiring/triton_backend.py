@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lamina.config import EngineConfig
 from lamina.engine.adapter_stream import AdapterStream, Lane
 from lamina.engine.device_attention import DeviceAttention
+from lamina.engine.device_fused import FusedTable
 from lamina.engine.device_inputs import StepShape
-from lamina.engine.device_lora import DeviceLora
+from lamina.engine.device_lora import DeviceLora, TwoLaunches
 from lamina.engine.device_runner import DeviceRunner, decode_buckets
 from lamina.engine.device_sampler import DeviceSampler
 from lamina.engine.graphs import Graphs
@@ -17,9 +20,11 @@ from lamina.errors import ConfigurationInvalid
 from lamina.models.config import ModelConfig
 from lamina.models.device_ops import DeviceOps
 from lamina.models.interface import CausalLM
+from lamina.models.layers import DenseLinear
 from lamina.wiring.backends import StepParts
 from lamina_kernels.gpu.attention_pool import BLOCK_SIZES, HEAD_DIMS
 from lamina_kernels.gpu.attention_prefill import prefill_tile_rows
+from lamina_kernels.gpu.lora_fused import FusedSite
 from lamina_kernels.gpu.lora_layout import SiteShape
 from lamina_kernels.gpu.lora_table import TritonLoraTable
 from lamina_kernels.gpu.sampling_seats import MAX_TOP, MAX_VOCAB
@@ -41,8 +46,11 @@ class TritonBackend:
     def parts(self, model: CausalLM, pool: BlockPool, config: EngineConfig) -> StepParts:
         _check(model.config, config)
         shape, device, dtype = model.config, pool.data.device, pool.data.dtype
-        lora = _lora_table(shape.geometry(), config, dtype, device)
-        stream = AdapterStream(lora, self._lane)
+        shapes = _site_shapes(shape.geometry())
+        lora = _lora_table(shapes, config, dtype, device)
+        two = TwoLaunches(lora)
+        fused = _fused_table(model, lora, shapes, config) if config.lora_plan == "fused" else None
+        stream = AdapterStream(fused or lora, self._lane)
         sampler = DeviceSampler(config.max_running, shape.vocab_size, device)
         tile_rows = prefill_tile_rows(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype)
         longest = min(config.max_context or shape.max_context, shape.max_context)
@@ -52,7 +60,7 @@ class TritonBackend:
                 model,
                 pool,
                 DeviceAttention(pool, heads=shape.num_heads, max_decode_rows=config.max_running),
-                DeviceLora(lora, stream, slots),
+                DeviceLora((fused, two) if fused else (two,), stream, slots),
                 self._graphs,
                 StepShape(pool.block_size, tile_rows),
                 feed=sampler.feed,
@@ -76,15 +84,20 @@ def _check(shape: ModelConfig, config: EngineConfig) -> None:
             raise ConfigurationInvalid(f"Triton kernels cannot do {what}. Or set kernels to torch.", param=param)
 
 
-def _lora_table(
-    geometry: BaseGeometry, config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> TritonLoraTable:
+def _site_shapes(geometry: BaseGeometry) -> list[SiteShape]:
+    """By `site_index`."""
     shapes = [
         SiteShape(geometry.in_features(site), tuple(geometry.targets[target][1] for target in targets))
         for site, targets in SITES.items()
     ]
+    return shapes * geometry.num_layers
+
+
+def _lora_table(
+    shapes: Sequence[SiteShape], config: EngineConfig, dtype: torch.dtype, device: torch.device
+) -> TritonLoraTable:
     return TritonLoraTable(
-        shapes * geometry.num_layers,
+        shapes,
         dtype=dtype,
         device=device,
         capacity_bytes=config.adapter_bytes,
@@ -93,3 +106,26 @@ def _lora_table(
         max_tokens=config.max_batch_tokens,
         decode_rows=config.max_running,
     )
+
+
+def _fused_table(
+    model: CausalLM, table: TritonLoraTable, shapes: Sequence[SiteShape], config: EngineConfig
+) -> FusedTable:
+    """Moves every base projection of the model into a matrix with room for adapters, one after the other."""
+    sites: list[FusedSite] = []
+    for layer in range(model.config.num_layers):
+        for name in SITES:
+            shape, linear = shapes[len(sites)], model.linear(layer, name)
+            if not isinstance(linear, DenseLinear):
+                raise ConfigurationInvalid("The fused LoRA plan needs plain base weights.", param="lora_plan")
+            site = FusedSite(
+                shape,
+                slots=config.fused_slots,
+                ranks=config.fused_rank * len(shape.widths),
+                dtype=linear.weight.dtype,
+                device=linear.weight.device,
+                bias=linear.bias is not None,
+            )
+            linear.move(site.weight, site.bias)
+            sites.append(site)
+    return FusedTable(table, sites)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.adapter_stream import AdapterStream, InlineLane, Mark
-from lamina.engine.device_lora import DeviceLora
+from lamina.engine.device_lora import DeviceLora, TwoLaunches
 from lamina_kernels.gpu.lora_tiles import LoraTiles
 from lamina_kernels.lora import LoraWeights, PreparedLora
 from lamina_lora.batch import Segment
@@ -86,10 +86,10 @@ def stream(log: Log, table: Table) -> AdapterStream:
 def test_a_layer_waits_for_its_own_weights_only(log: Log, table: Table, stream: AdapterStream) -> None:
     """Layer 0 is computed while layer 1 is still being copied."""
     slots = AdapterSlots(9, lambda digest: AdapterWeights(digest, (), torch.float32, torch.device("cpu")))
-    lora = DeviceLora(table, stream, slots)
+    lora = DeviceLora([TwoLaunches(table)], stream, slots)
     stream.put(3, Weights())
     none = torch.zeros(0, 3, dtype=torch.int32)
-    step = lora.begin(LoraTiles(none, none))
+    step = lora.begin(LoraTiles(none, none), lora.plans[0])
     for layer in (0, 1):
         for site in ("qkv", "o"):
             step.project(layer, site, torch.ones(1, 1), Identity())
@@ -144,8 +144,8 @@ def test_a_table_that_refuses_leaves_nothing_arriving(log: Log) -> None:
 
 def test_steps_need_tiles_and_slots_need_adapters(table: Table, stream: AdapterStream) -> None:
     slots = AdapterSlots(9, lambda digest: AdapterWeights(digest, (), torch.float32, torch.device("cpu")))
-    lora = DeviceLora(table, stream, slots)
+    lora = DeviceLora([TwoLaunches(table)], stream, slots)
     with pytest.raises(RuntimeError, match="begin"):
         lora.project(0, "qkv", torch.ones(1, 1), Identity())
     with pytest.raises(SlotEmpty):
-        lora.check([Segment(0, 0, 1)])
+        lora.choose([Segment(0, 0, 1)], 1)
