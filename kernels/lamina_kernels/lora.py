@@ -98,9 +98,9 @@ def expand(
 
 
 def _rescale(out: Tensor, gain: Tensor, bias: Tensor | None) -> None:
-    wide = out.float() if bias is None else out.float() - bias.float()
-    wide *= gain
-    out.copy_(wide if bias is None else wide + bias.float())
+    wide = out.to(torch.promote_types(out.dtype, gain.dtype))
+    shift = 0.0 if bias is None else bias.to(wide.dtype)
+    out.copy_((wide - shift) * gain + shift)
 
 
 class LoraSegments:

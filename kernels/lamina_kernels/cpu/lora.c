@@ -1,5 +1,8 @@
 /* Batched LoRA for short segments: y[rows] += (x[rows] . A^T) . B for each segment's adapter.
 
+   A slice with DoRA's gains ends as gain * (y - bias + (x . A^T) . B) + bias instead, where y is the base
+   projection's output with its bias [out], if it has one; gains are float [out_s].
+
    A [R, in] is row-major and stacks the adapter's slices. B_s [r_s, out_s], one slice, scaled, is cut into tiles
    of TILE columns, each tile row-major [r_s, TILE], the last one padded. Weights, x and y are float, bfloat16 or
    float16; all sums are float. Every weight is read in order, for MR rows together: at a few rows per adapter the
@@ -27,8 +30,8 @@
 #define TILE_STEP 8
 
 enum { A_PTR, A_ROWS, SLICES, FIRST_SLICE }; /* a slot's entry in the table, then its slices: */
-enum { B_PTR, B_RANK, B_COLUMN, B_WIDTH, SLICE_FIELDS };
-#define FIELDS 16
+enum { B_PTR, B_RANK, B_COLUMN, B_WIDTH, GAIN_PTR, SLICE_FIELDS }; /* GAIN_PTR 0: plain LoRA */
+#define FIELDS (FIRST_SLICE + 3 * SLICE_FIELDS)
 enum { SLOT, START, STOP, SEGMENT_FIELDS };
 
 typedef float vec __attribute__((vector_size(VL * 4)));

@@ -17,7 +17,8 @@ from lamina_kernels.lora import LoraSegments, LoraWeights, PreparedLora
 __all__ = ["NativeLora", "NativeLoraTable"]
 
 _FOLDER = Path(__file__).parent
-_FIELDS = 16  # int64 per slot and site, as lora.c reads them
+_SLICES = 3  # of a site, at most
+_FIELDS = 3 + 5 * _SLICES  # int64 per slot and site, as lora.c reads them
 _FUNCTIONS = {torch.float32: "lamina_lora_f32", torch.bfloat16: "lamina_lora_bf16", torch.float16: "lamina_lora_f16"}
 
 
@@ -34,7 +35,7 @@ def _function(dtype: torch.dtype) -> Callable[..., None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     function.restype = None
     function.argtypes = [
-        *(pointer, size, pointer, size, size),  # x, its row stride, y, its row stride, in
+        *(pointer, size, pointer, size, size, pointer),  # x, its row stride, y, its row stride, in, bias
         *(pointer, pointer, ctypes.c_int),  # table, segments, their count
         *(pointer, size, pointer, ctypes.c_int),  # h, its row stride, x as float, threads
     ]
@@ -76,8 +77,6 @@ class NativeLoraTable:
         self._x = torch.empty(0)
 
     def prepare(self, weights: Sequence[LoraWeights | None]) -> NativeLora:
-        if any(lora is not None and lora.gains is not None for lora in weights):
-            raise TypeError("the CPU kernel has no DoRA gains")
         kept: list[Tensor] = []
         rows = [_row(lora, self._dtype, self._tile, kept) for lora in weights]
         return NativeLora(
@@ -104,7 +103,7 @@ class NativeLoraTable:
     def apply(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
         if not segments.slots:
             return
-        self._check(site, segments, x, y)
+        self._check(site, segments, x, y, bias)
         h, xf = self._scratch(segments.stop, x.shape[1])
         self._call(
             x.data_ptr(),
@@ -112,6 +111,7 @@ class NativeLoraTable:
             y.data_ptr(),
             y.stride(0),
             x.shape[1],
+            None if bias is None else bias.data_ptr(),
             self._table.data_ptr() + site * self._table.stride(0) * 8,
             segments.table.data_ptr(),
             len(segments.slots),
@@ -121,7 +121,7 @@ class NativeLoraTable:
             torch.get_num_threads(),
         )
 
-    def _check(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor) -> None:
+    def _check(self, site: int, segments: LoraSegments, x: Tensor, y: Tensor, bias: Tensor | None) -> None:
         """The kernel trusts its pointers; this is what keeps them inside the tensors."""
         width_in, width_out = self._widths[site]
         if x.dtype != self._dtype or y.dtype != self._dtype:
@@ -134,6 +134,8 @@ class NativeLoraTable:
             raise ValueError(f"slot {segments.last_slot} was never filled")
         if width_in and (x.shape[1] != width_in or y.shape[1] < width_out):
             raise ValueError(f"x and y are {x.shape[1]} and {y.shape[1]} wide, {width_in} and {width_out} are needed")
+        if bias is not None and (bias.dtype != self._dtype or bias.shape != y.shape[1:] or not bias.is_contiguous()):
+            raise ValueError(f"bias must be contiguous, {self._dtype} and {y.shape[1]} long")
 
     def _grow(self, slot: int) -> None:
         sites, slots, _ = self._table.shape
@@ -151,16 +153,19 @@ class NativeLoraTable:
 
 
 def _row(lora: LoraWeights | None, dtype: torch.dtype, tile: int, kept: list[Tensor]) -> list[int]:
-    """One row of the table: pointer to A, R, number of slices, then per slice pointer, rank, column, width."""
+    """One row of the table: pointer to A, R, number of slices, then per slice B, rank, column, width and gains or 0."""
     if lora is None:
         return [0] * _FIELDS
     a = lora.a.to(dtype).contiguous()
     kept.append(a)
     row = [a.data_ptr(), lora.rank, len(lora.b)]
-    for b, column in zip(lora.b, lora.columns, strict=True):
+    for b, column, gain in zip(lora.b, lora.columns, lora.gains or (None,) * len(lora.b), strict=True):
         tiles = _tiles(b, dtype, tile)
         kept.append(tiles)
-        row += [tiles.data_ptr(), b.shape[0], column, b.shape[1]]
+        row += [tiles.data_ptr(), b.shape[0], column, b.shape[1], 0]
+        if gain is not None:
+            kept.append(gain.float().contiguous())
+            row[-1] = kept[-1].data_ptr()
     return row + [0] * (_FIELDS - len(row))
 
 

@@ -38,9 +38,20 @@ static void NAME(shrink)(int64_t rows, int64_t ranks, int64_t in, const float *x
     for (; n < ranks; n++) NAME(dots_of_rows)(1, rows, in, x, ldx, A + n * in, h + n, ldh);
 }
 
-/* y[m, :width] += sum over k of h[m, k] * B[k, :] for M rows and one tile; width is TILE except in the last. */
-INLINE void NAME(add_tile)(const int M, int64_t width, int64_t rank, const float *h, int64_t ldh,
-                           const ELEMENT *B, ELEMENT *y, int64_t ldy) {
+/* One vector of y becomes gain * (y - bias + delta) + bias; one value alike. bias may be NULL. */
+INLINE void NAME(rescale)(ELEMENT *y, vec delta, const float *gain, const ELEMENT *bias) {
+    vec shift = bias ? NAME(load)(bias) : (vec){0};
+    NAME(store)(y, load_f32(gain) * (NAME(load)(y) - shift + delta) + shift);
+}
+INLINE void NAME(rescale_one)(ELEMENT *y, float delta, const float *gain, const ELEMENT *bias) {
+    float shift = bias ? NAME(get)(bias) : 0;
+    NAME(put)(y, *gain * (NAME(get)(y) - shift + delta) + shift);
+}
+
+/* y[m, :width] += sum over k of h[m, k] * B[k, :] for M rows and one tile; width is TILE except in the last.
+   With gain [width], unless NULL, the sum is rescaled, and so is y; bias [width] or NULL then. */
+INLINE void NAME(add_tile)(const int M, int64_t width, int64_t rank, const float *h, int64_t ldh, const ELEMENT *B,
+                           const float *gain, const ELEMENT *bias, ELEMENT *y, int64_t ldy) {
     vec sums[MR][2] = {{{0}}};
     for (int64_t k = 0; k < rank; k++) {
         vec left = NAME(load)(B + k * TILE), right = NAME(load)(B + k * TILE + VL);
@@ -52,7 +63,13 @@ INLINE void NAME(add_tile)(const int M, int64_t width, int64_t rank, const float
     }
     for (int m = 0; m < M; m++) {
         ELEMENT *out = y + m * ldy;
-        if (width == TILE) {
+        if (gain && width == TILE) {
+            NAME(rescale)(out, sums[m][0], gain, bias);
+            NAME(rescale)(out + VL, sums[m][1], gain + VL, bias ? bias + VL : bias);
+        } else if (gain) {
+            for (int n = 0; n < width; n++)
+                NAME(rescale_one)(out + n, sums[m][n / VL][n % VL], gain + n, bias ? bias + n : bias);
+        } else if (width == TILE) {
             NAME(store)(out, NAME(load)(out) + sums[m][0]);
             NAME(store)(out + VL, NAME(load)(out + VL) + sums[m][1]);
         } else {
@@ -61,25 +78,28 @@ INLINE void NAME(add_tile)(const int M, int64_t width, int64_t rank, const float
     }
 }
 
-INLINE void NAME(add_tiles)(const int M, int64_t width, int64_t rank, const float *h, int64_t ldh,
-                            const ELEMENT *B, ELEMENT *y, int64_t ldy) {
+INLINE void NAME(add_tiles)(const int M, int64_t width, int64_t rank, const float *h, int64_t ldh, const ELEMENT *B,
+                            const float *gain, const ELEMENT *bias, ELEMENT *y, int64_t ldy) {
     for (int64_t n = 0; n < width; n += TILE, B += rank * TILE)
-        NAME(add_tile)(M, smaller(TILE, width - n), rank, h, ldh, B, y + n, ldy);
+        NAME(add_tile)(M, smaller(TILE, width - n), rank, h, ldh, B, gain ? gain + n : gain, bias ? bias + n : bias,
+                       y + n, ldy);
 }
 
 static void NAME(expand)(int64_t rows, int64_t width, int64_t rank, const float *h, int64_t ldh, const ELEMENT *B,
-                         ELEMENT *y, int64_t ldy) {
+                         const float *gain, const ELEMENT *bias, ELEMENT *y, int64_t ldy) {
     int64_t m = 0;
-    for (; m + MR <= rows; m += MR) NAME(add_tiles)(MR, width, rank, h + m * ldh, ldh, B, y + m * ldy, ldy);
-    for (; m < rows; m++) NAME(add_tiles)(1, width, rank, h + m * ldh, ldh, B, y + m * ldy, ldy);
+    for (; m + MR <= rows; m += MR)
+        NAME(add_tiles)(MR, width, rank, h + m * ldh, ldh, B, gain, bias, y + m * ldy, ldy);
+    for (; m < rows; m++) NAME(add_tiles)(1, width, rank, h + m * ldh, ldh, B, gain, bias, y + m * ldy, ldy);
 }
 
 /* One fused site of one layer, by `threads` threads. table [slots, FIELDS] describes each slot's weights;
-   segments [count, SEGMENT_FIELDS] are disjoint (slot, start row, stop row). Scratch: h [rows, ldh]; and, unless
-   ELEMENT is float, xf [rows, in] for x as float. Every thread walks the same list of tasks and does those whose
-   ticket it drew. */
-void NAME(lamina_lora)(const ELEMENT *x, int64_t ldx, ELEMENT *y, int64_t ldy, int64_t in, const int64_t *table,
-                       const int32_t *segments, int count, float *h, int64_t ldh, float *xf, int threads) {
+   segments [count, SEGMENT_FIELDS] are disjoint (slot, start row, stop row); bias [out], or NULL, is what the base
+   projection added to y. Scratch: h [rows, ldh]; and, unless ELEMENT is float, xf [rows, in] for x as float. Every
+   thread walks the same list of tasks and does those whose ticket it drew. */
+void NAME(lamina_lora)(const ELEMENT *x, int64_t ldx, ELEMENT *y, int64_t ldy, int64_t in, const ELEMENT *bias,
+                       const int64_t *table, const int32_t *segments, int count, float *h, int64_t ldh, float *xf,
+                       int threads) {
     const int convert = sizeof(ELEMENT) != sizeof(float);
     const float *rows = convert ? xf : (const float *)x;
     const int64_t ldr = convert ? in : ldx;
@@ -118,10 +138,12 @@ void NAME(lamina_lora)(const ELEMENT *x, int64_t ldx, ELEMENT *y, int64_t ldy, i
                 for (int64_t t = seg[START]; t < seg[STOP]; t += ROW_STEP)
                     for (int64_t n = 0; n < slice[B_WIDTH]; n += TILE_STEP * TILE) {
                         if (task++ != ticket) continue;
+                        const int64_t column = slice[B_COLUMN] + n;
+                        const float *gain = (const float *)(intptr_t)slice[GAIN_PTR];
                         NAME(expand)(smaller(ROW_STEP, seg[STOP] - t), smaller(TILE_STEP * TILE, slice[B_WIDTH] - n),
                                      slice[B_RANK], h + t * ldh + first, ldh,
                                      (const ELEMENT *)(intptr_t)slice[B_PTR] + n * slice[B_RANK],
-                                     y + t * ldy + slice[B_COLUMN] + n, ldy);
+                                     gain ? gain + n : gain, bias ? bias + column : bias, y + t * ldy + column, ldy);
                         ticket = next_ticket(&expand_tickets);
                     }
         }

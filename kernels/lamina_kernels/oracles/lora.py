@@ -19,12 +19,23 @@ def shrink(x: Tensor, weights: Sequence[LoraWeights], rows: Sequence[tuple[int, 
                 h[row, rank] = (x[row] * lora.a[rank].to(x.dtype)).sum()
 
 
-def expand(h: Tensor, weights: Sequence[LoraWeights], rows: Sequence[tuple[int, int]], y: Tensor) -> None:
+def expand(
+    h: Tensor,
+    weights: Sequence[LoraWeights],
+    rows: Sequence[tuple[int, int]],
+    y: Tensor,
+    bias: Tensor | None = None,
+) -> None:
     """As `lamina_kernels.lora.expand`."""
     for lora, (start, stop) in zip(weights, rows, strict=True):
         for row in range(start, stop):
             first = 0
-            for b, column in zip(lora.b, lora.columns, strict=True):
+            for number, (b, column) in enumerate(zip(lora.b, lora.columns, strict=True)):
+                columns = slice(column, column + b.shape[1])
                 for rank in range(b.shape[0]):
-                    y[row, column : column + b.shape[1]] += h[row, first + rank] * b[rank].to(y.dtype)
+                    y[row, columns] += h[row, first + rank] * b[rank].to(y.dtype)
+                gain = None if lora.gains is None else lora.gains[number]
+                if gain is not None:
+                    shift = 0 if bias is None else bias[columns].to(y.dtype)
+                    y[row, columns] = gain.to(y.dtype) * (y[row, columns] - shift) + shift
                 first += b.shape[0]

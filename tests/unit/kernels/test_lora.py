@@ -37,7 +37,14 @@ def make(request: pytest.FixtureRequest) -> Make:
     return request.param  # type: ignore[no-any-return]
 
 
-def lora(ranks: tuple[int, ...], slices: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> LoraWeights:
+def lora(
+    ranks: tuple[int, ...],
+    slices: tuple[int, ...],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    dora: tuple[int, ...] = (),
+) -> LoraWeights:
+    """The slices in `dora` have gains."""
     generator = torch.Generator().manual_seed(seed)
     return LoraWeights(
         a=(torch.randn(sum(ranks), IN, generator=generator) / IN**0.5).to(dtype),
@@ -46,16 +53,25 @@ def lora(ranks: tuple[int, ...], slices: tuple[int, ...], seed: int, dtype: torc
             for r, s in zip(ranks, slices, strict=True)
         ),
         columns=tuple(COLUMNS[s] for s in slices),
+        gains=tuple(torch.randn(WIDTHS[s], generator=generator) if s in dora else None for s in slices)
+        if dora
+        else None,
     )
 
 
-def expected(weights: list[LoraWeights], segments: list[tuple[int, int, int]], x: Tensor, y: Tensor) -> Tensor:
+def expected(
+    weights: list[LoraWeights],
+    segments: list[tuple[int, int, int]],
+    x: Tensor,
+    y: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     chosen = [weights[slot] for slot, _, _ in segments]
     rows = [(start, stop) for _, start, stop in segments]
     x, y = x.double(), y.double()
     h = torch.full((len(x), max((w.rank for w in chosen), default=1)), torch.nan, dtype=torch.float64)
     oracle.shrink(x, chosen, rows, h)
-    oracle.expand(h, chosen, rows, y)
+    oracle.expand(h, chosen, rows, y, bias)
     return y
 
 
@@ -94,6 +110,36 @@ def test_matches_the_oracle(make: Make, segments: list[tuple[int, int, int]], dt
     filled(make, weights, dtype).apply(0, LoraSegments(segments), x, y)
     torch.testing.assert_close(y.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
     assert y[base].isnan().all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_dora_scales_all_but_the_bias(make: Make, dtype: torch.dtype, with_bias: bool) -> None:
+    """Slices with gains, signed and all different, beside slices and adapters without, and base rows."""
+    weights = [
+        lora((7, 3, 5), (0, 1, 2), 0, dtype, dora=(0, 1, 2)),
+        lora((4, 4), (0, 2), 1, dtype, dora=(2,)),
+        lora((16,), (1,), 2, dtype),
+        lora((64,), (1,), 3, dtype, dora=(1,)),
+    ]
+    segments = [(3, 0, 1), (0, 2, 9), (2, 9, 14), (1, 14, 17), (0, 17, 18)]
+    x, y = torch.randn(19, IN).to(dtype), torch.randn(19, OUT).to(dtype)
+    bias = torch.randn(OUT).to(dtype) if with_bias else None
+    base = y[[1, 18]].clone()
+    want = expected(weights, segments, x, y, bias)
+    filled(make, weights, dtype).apply(0, LoraSegments(segments), x, y, bias)
+    torch.testing.assert_close(y.double(), want, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+    assert torch.equal(y[[1, 18]], base)
+
+
+def test_a_bias_matters_only_to_dora(make: Make) -> None:
+    """Without gains the bias stays in y as it is, whatever it holds."""
+    table = filled(make, [lora((7, 7), (0, 2), 1)])
+    x, y = torch.randn(3, IN), torch.randn(3, OUT)
+    with_bias = y.clone()
+    table.apply(0, LoraSegments([(0, 0, 3)]), x, y)
+    table.apply(0, LoraSegments([(0, 0, 3)]), x, with_bias, torch.full((OUT,), torch.nan))
+    assert torch.equal(y, with_bias)
 
 
 def test_columns_of_missing_slices_keep_their_bits(make: Make) -> None:
@@ -157,20 +203,21 @@ def test_a_dropped_slot_changes_nothing(make: Make) -> None:
     assert (y == 0).all()
 
 
+@pytest.mark.parametrize("dora", [(), (0, 1, 2)], ids=["plain", "dora"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_native_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_native_rows_do_not_depend_on_the_batch(dtype: torch.dtype, dora: tuple[int, ...]) -> None:
     """A row's bits are the same alone, in any batch, at any place and with any number of threads."""
-    weights = [lora(ranks, slices, seed, dtype) for seed, (ranks, slices) in enumerate(MIXED)]
+    weights = [lora(ranks, slices, seed, dtype, dora) for seed, (ranks, slices) in enumerate(MIXED)]
     table = filled(_native_table, weights, dtype)
-    x, y = torch.randn(150, IN).to(dtype), torch.randn(150, OUT).to(dtype)
+    x, y, bias = torch.randn(150, IN).to(dtype), torch.randn(150, OUT).to(dtype), torch.randn(OUT).to(dtype)
     together, alone, threads = y.clone(), y.clone(), torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        table.apply(0, LoraSegments([(3, 0, 70), (4, 70, 150)]), x, together)
+        table.apply(0, LoraSegments([(3, 0, 70), (4, 70, 150)]), x, together, bias)
         torch.set_num_threads(1)
         for row in range(150):
             segment = LoraSegments([(3 if row < 70 else 4, 0, 1)])
-            table.apply(0, segment, x[row : row + 1], alone[row : row + 1])
+            table.apply(0, segment, x[row : row + 1], alone[row : row + 1], bias)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(together, alone)
@@ -178,7 +225,7 @@ def test_native_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 
 def test_torch_functions_match_the_oracle_in_float64() -> None:
     """`shrink` and `expand` have the oracle's signature and, in float64, its result."""
-    weights = [lora(ranks, slices, seed, torch.float64) for seed, (ranks, slices) in enumerate(MIXED)]
+    weights = [lora(ranks, slices, seed, torch.float64, dora=(0, 2)) for seed, (ranks, slices) in enumerate(MIXED)]
     rows = [(0, 1), (2, 9), (9, 10), (12, 20), (20, 23)]
     x, y = torch.randn(23, IN, dtype=torch.float64), torch.randn(23, OUT, dtype=torch.float64)
     h = torch.full((23, 192), torch.nan, dtype=torch.float64)
@@ -186,8 +233,9 @@ def test_torch_functions_match_the_oracle_in_float64() -> None:
     shrink(x, weights, rows, h)
     oracle.shrink(x, weights, rows, want_h)
     torch.testing.assert_close(h, want_h, equal_nan=True)
-    expand(h, weights, rows, y)
-    oracle.expand(want_h, weights, rows, want_y)
+    bias = torch.randn(OUT, dtype=torch.float64)
+    expand(h, weights, rows, y, bias)
+    oracle.expand(want_h, weights, rows, want_y, bias)
     torch.testing.assert_close(y, want_y)
 
 
@@ -220,6 +268,9 @@ def test_native_refuses_what_would_leave_its_tensors() -> None:
     for error, segments, bad_x, bad_y in bad:
         with pytest.raises(error):
             table.apply(0, segments, bad_x, bad_y)
+    for bias in (torch.zeros(OUT - 1), torch.zeros(OUT).half(), torch.zeros(2 * OUT)[::2], torch.zeros(1, OUT)):
+        with pytest.raises(ValueError, match="bias must be"):
+            table.apply(0, good, x, y, bias)
     with pytest.raises(ValueError, match="wide"):
         table.put(1, table.prepare([LoraWeights(torch.zeros(1, IN + 1), (torch.zeros(1, 3),), (0,))]))
 
