@@ -8,12 +8,14 @@ may see different states.
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 from sqlalchemy import URL, Connection, event, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -63,7 +65,7 @@ def make_engine(url: str, *, foreign_keys: bool = True, **options: Any) -> Async
     parsed = parse_url(url)
     if parsed.get_backend_name() == "sqlite":
         _make_parent(Path(str(parsed.database)))
-        options.setdefault("connect_args", {"timeout": BUSY_TIMEOUT_S})
+        options.setdefault("connect_args", {"timeout": BUSY_TIMEOUT_S, "async_creator_fn": _connect_sqlite})
         options.setdefault("pool_reset_on_return", None)  # sessions end their transactions themselves
     else:
         options.setdefault("pool_pre_ping", True)
@@ -87,6 +89,18 @@ def _make_parent(file: Path) -> None:
             f"The folder {file.parent} for the database cannot be made: {error.strerror}.",
             param="database_url",
         ) from error
+
+
+async def _connect_sqlite(*arguments: Any, **options: Any) -> aiosqlite.Connection:
+    connection = aiosqlite.connect(*arguments, **options)
+    connection._thread.daemon = True  # as SQLAlchemy does: who is interrupted must not wait for it
+    try:
+        return await connection
+    except BaseException:
+        # aiosqlite ends the thread of a failed connection without waiting, and the thread still answers: to a loop
+        # that may be closed by then, which ends in a traceback on standard error.
+        await asyncio.to_thread(connection._thread.join)
+        raise
 
 
 def _prepare_sqlite(engine: AsyncEngine, *, foreign_keys: bool) -> None:

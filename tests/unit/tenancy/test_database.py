@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,18 @@ async def test_an_impossible_place_is_a_typed_error(url: str) -> None:
     """A path that cannot be made or opened is reported as one."""
     with pytest.raises((ConfigurationInvalid, DatabaseUnavailable)):
         await Database.open(url).ping()
+
+
+async def test_a_connection_that_fails_leaves_no_thread(tmp_path: Path) -> None:
+    """It would answer to a loop that is closed by then, with a traceback on standard error."""
+    before = set(threading.enumerate())
+    file = tmp_path / "a.db"
+    file.mkdir()
+    database = Database.open(f"sqlite:///{file}")
+    with pytest.raises(DatabaseUnavailable):
+        await database.ping()
+    assert not [each for each in set(threading.enumerate()) - before if "connection_worker" in each.name]
+    await database.close()
 
 
 @pytest.mark.postgres
