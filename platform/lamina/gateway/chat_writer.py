@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Literal
 
 from lamina.engine.choice_text import ChoiceDelta
@@ -20,79 +18,41 @@ from lamina.gateway.schemas.chat import (
     ChatMessage,
     ChatRequest,
 )
-from lamina.gateway.sse import encode
+from lamina.gateway.stream_writer import StreamWriter
 from lamina.gateway.transcript import FINISH, Transcript, gather
 
 __all__ = ["ChatWriter"]
 
 
-class ChatWriter:
+class ChatWriter(StreamWriter):
     """Writes the answer to one chat request. Keeps state per choice: use it once."""
 
     def __init__(self, body: ChatRequest, codec: TextCodec, job: Job) -> None:
+        super().__init__(body, job, ChatChunk, "chat.completion.chunk")
         self._codec = codec
-        self._job = job
-        self._include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._buffers = [LogprobBuffer(codec) for _ in range(job.num_choices)] if body.logprobs else None
-
-    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        for index in range(self._job.num_choices):
-            yield self._chunk(index, ChatDelta(role="assistant", content=""))
-        async with aclosing(generation.deltas()) as deltas:
-            async for delta in deltas:
-                for chunk in self._chunks(delta):
-                    yield chunk
-        if self._include_usage:
-            last = self._bare_chunk()
-            last.usage = generation.usage()
-            yield encode(last)
 
     async def whole(self, generation: Generation) -> ChatCompletion:
         choices = await gather(generation, self._buffers)
         return ChatCompletion(
-            id=self._job.id,
-            object="chat.completion",
-            created=self._job.created,
-            model=self._job.target.name,
-            system_fingerprint=self._job.fingerprint,
+            **self._head("chat.completion"),
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=generation.usage(),
         )
 
-    def _chunks(self, delta: ChoiceDelta) -> list[bytes]:
-        found: list[bytes] = []
+    def _opening(self) -> list[ChatChunkChoice]:
+        role = ChatDelta(role="assistant", content="")
+        return [_chunk_choice(index, role) for index in range(self._job.num_choices)]
+
+    def _choices(self, delta: ChoiceDelta) -> list[ChatChunkChoice]:
+        found: list[ChatChunkChoice] = []
         tokens = self._buffers[delta.index].push(delta) if self._buffers else []
         if delta.text or tokens:
             logprobs = chat_logprobs(tokens, self._codec) if self._buffers else None
-            found.append(self._chunk(delta.index, ChatDelta(content=delta.text), logprobs=logprobs))
+            found.append(_chunk_choice(delta.index, ChatDelta(content=delta.text), logprobs=logprobs))
         if delta.finish_reason is not None:
-            found.append(self._chunk(delta.index, ChatDelta(), finish=FINISH[delta.finish_reason]))
+            found.append(_chunk_choice(delta.index, ChatDelta(), finish=FINISH[delta.finish_reason]))
         return found
-
-    def _chunk(
-        self,
-        index: int,
-        delta: ChatDelta,
-        *,
-        logprobs: ChatLogprobs | None = None,
-        finish: Literal["stop", "length"] | None = None,
-    ) -> bytes:
-        chunk = self._bare_chunk()
-        chunk.choices = [ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)]
-        return encode(chunk)
-
-    def _bare_chunk(self) -> ChatChunk:
-        chunk = ChatChunk(
-            id=self._job.id,
-            object="chat.completion.chunk",
-            created=self._job.created,
-            model=self._job.target.name,
-            system_fingerprint=self._job.fingerprint,
-            choices=[],
-        )
-        if self._include_usage:
-            chunk.usage = None  # set, so that it is written as null
-        return chunk
 
     def _choice(self, index: int, choice: Transcript) -> ChatChoice:
         return ChatChoice(
@@ -101,3 +61,13 @@ class ChatWriter:
             logprobs=chat_logprobs(choice.tokens, self._codec) if self._buffers else None,
             finish_reason=choice.finish,
         )
+
+
+def _chunk_choice(
+    index: int,
+    delta: ChatDelta,
+    *,
+    logprobs: ChatLogprobs | None = None,
+    finish: Literal["stop", "length"] | None = None,
+) -> ChatChunkChoice:
+    return ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish)
