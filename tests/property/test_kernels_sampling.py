@@ -56,7 +56,7 @@ def allowed(y: torch.Tensor, params: SeatParams, state: SeatState) -> set[int]:
     return found
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_a_draw_lies_where_the_distribution_says(data: st.DataObject) -> None:
     """Edits, filters and the inverse distribution, in chunks of 64; top_k above 64 and wide nuclei included."""
