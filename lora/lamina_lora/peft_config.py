@@ -36,6 +36,7 @@ _USED = frozenset(
         "r",
         "lora_alpha",
         "use_rslora",
+        "use_dora",
         "rank_pattern",
         "alpha_pattern",
         "target_modules",
@@ -65,7 +66,6 @@ _HARMLESS = frozenset(
 
 _UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
-        "use_dora": "DoRA rescales the base weights",
         "use_qalora": "QA-LoRA pools the input",
         "use_bdlora": "block-diagonal LoRA has other shapes",
         "fan_in_fan_out": "it stores weights transposed",
@@ -96,6 +96,7 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: tuple[tuple[str, int], ...] = ()
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     target_modules: tuple[str, ...] | str = ()  # names, or one regular expression, or "all-linear"
@@ -137,6 +138,7 @@ def parse_peft_config(data: bytes) -> PeftConfig:
         r=fields.number("r", _RANK),
         lora_alpha=float(fields.number("lora_alpha", _ALPHA)),
         use_rslora=fields.flag("use_rslora"),
+        use_dora=fields.flag("use_dora"),
         rank_pattern=tuple((key, int(value)) for key, value in fields.pattern("rank_pattern", _RANK)),
         alpha_pattern=tuple((key, float(value)) for key, value in fields.pattern("alpha_pattern", _ALPHA)),
         target_modules=fields.modules("target_modules"),

@@ -16,12 +16,16 @@ __all__ = ["ModuleLora", "resolve_targets"]
 
 @dataclass(frozen=True, slots=True)
 class ModuleLora:
-    """One adapted module: its output changes by scaling · B · A · x, with A [rank, in] and B [out, rank]."""
+    """One adapted module: its output changes by scaling · B · A · x, with A [rank, in] and B [out, rank].
+
+    With DoRA the base weight's rows are rescaled too (`lamina_lora.dora`).
+    """
 
     layer: int
     target: str
     rank: int
     scaling: float
+    dora: bool = False
 
 
 def resolve_targets(config: PeftConfig, geometry: BaseGeometry, *, max_rank: int) -> Mapping[str, ModuleLora]:
@@ -99,7 +103,7 @@ class _Resolution:
         name = self.geometry.module_name(layer, target)
         rank = self._first("rank_pattern", self.config.rank_pattern, name, self.config.r)
         alpha = self._first("alpha_pattern", self.config.alpha_pattern, name, self.config.lora_alpha)
-        return ModuleLora(layer, target, int(rank), self.config.scaling(int(rank), alpha))
+        return ModuleLora(layer, target, int(rank), self.config.scaling(int(rank), alpha), self.config.use_dora)
 
     def _first(self, key: str, pattern: tuple[tuple[str, float], ...], name: str, default: float) -> float:
         for expression, value in pattern:

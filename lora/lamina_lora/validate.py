@@ -26,9 +26,11 @@ __all__ = ["WEIGHTS_NAME", "AdapterManifest", "AdapterModule", "validate_adapter
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 _PICKLE_NAME = "adapter_model.bin"
-_Key = tuple[str, str]  # module name, "A" or "B"
+_Key = tuple[str, str]  # module name; "A", "B" or
+_MAGNITUDE = "magnitude_vector"
 _PIECE = 4 << 20  # bytes read at a time
-_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_LORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_DORA = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>magnitude_vector)(?:(?:\.default)?\.weight)?")
 _EXPONENT: Mapping[str, tuple[np.dtype[Any], int]] = {  # all exponent bits set: infinite or not a number
     "F32": (np.dtype(np.uint32), 0x7F80_0000),
     "F16": (np.dtype(np.uint16), 0x7C00),
@@ -43,6 +45,7 @@ class AdapterModule:
     lora: ModuleLora
     a: TensorEntry  # [rank, in_features]
     b: TensorEntry  # [out_features, rank]
+    magnitude: TensorEntry | None = None  # [out_features], with DoRA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,7 @@ class AdapterManifest:
     modules: Mapping[str, AdapterModule]  # by module name, in the model's order
     max_rank: int
     num_parameters: int
-    has_effect: bool  # False: every B is zero, as before training, so the adapter serves the base model
+    has_effect: bool  # False: every B is zero, as before training, and DoRA sets no lengths: this is the base model
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -65,27 +68,32 @@ def validate_adapter(folder: Path, geometry: BaseGeometry, *, max_rank: int) -> 
     """Reads `adapter_config.json` and `adapter_model.safetensors` in `folder` completely.
 
     Raises AdapterRejected with all violations: of the configuration (see `peft_config`, `targets`), of the
-    file's structure (see `safetensors_header`), tensors that match no target, targets without both tensors,
-    shapes that do not fit the base model and the rank, NaN and infinite values.
+    file's structure (see `safetensors_header`), tensors that match no target, targets without both tensors or,
+    with DoRA, without a magnitude, magnitudes without DoRA, shapes that do not fit the base model and the rank, NaN
+    and infinite values.
     """
     report = Report()
     targets: Mapping[str, ModuleLora] = {}
-    pairs: dict[_Key, TensorEntry] = {}
+    parts: dict[_Key, TensorEntry] = {}
     with report.absorb():
         targets = resolve_targets(read_peft_config(folder), geometry, max_rank=max_rank)
     with report.absorb():
         entries = _read_entries(folder)
-        pairs = _pair(entries, report)
+        parts = _parts(entries, report)
         if targets:
-            _match(pairs, targets, geometry, report)
-    digest, has_effect = _scan(folder / WEIGHTS_NAME, pairs, targets, report)
+            _check_presence(parts, targets, report)
+            _check_shapes(parts, targets, geometry, report)
+    digest, has_effect = _scan(folder / WEIGHTS_NAME, parts, targets, report)
     report.raise_if_any()
-    modules = {name: AdapterModule(lora, pairs[name, "A"], pairs[name, "B"]) for name, lora in targets.items()}
+    modules = {
+        name: AdapterModule(lora, parts[name, "A"], parts[name, "B"], parts.get((name, _MAGNITUDE)))
+        for name, lora in targets.items()
+    }
     return AdapterManifest(
         digest=digest,
         modules=modules,
         max_rank=max(lora.rank for lora in targets.values()),
-        num_parameters=sum(prod(entry.shape) for entry in pairs.values()),
+        num_parameters=sum(prod(entry.shape) for entry in parts.values()),
         has_effect=has_effect,
     )
 
@@ -98,58 +106,66 @@ def _read_entries(folder: Path) -> tuple[TensorEntry, ...]:
     return read_header(folder / WEIGHTS_NAME)
 
 
-def _pair(entries: Iterable[TensorEntry], report: Report) -> dict[_Key, TensorEntry]:
-    """Tensors by (module name, "A" or "B"); what is not a LoRA weight is reported."""
+def _parts(entries: Iterable[TensorEntry], report: Report) -> dict[_Key, TensorEntry]:
+    """Tensors by module and part; what is not a LoRA weight is reported."""
     found: dict[_Key, TensorEntry] = {}
     for entry in entries:
-        match = _NAME.fullmatch(entry.name)
+        match = _LORA.fullmatch(entry.name) or _DORA.fullmatch(entry.name)
         if match is None:
             report.add(f"tensor {quoted(entry.name)} is not understood")
             continue
-        key = (match["module"], match["side"])
+        key = (match["module"], match["part"])
         if key in found:
-            report.add(f"tensor {quoted(entry.name)} is given twice, with and without '.default'")
+            report.add(f"tensor {quoted(entry.name)} is given twice, under two spellings of its name")
         found[key] = entry
     return found
 
 
-def _match(
-    pairs: Mapping[_Key, TensorEntry],
+def _check_presence(parts: Mapping[_Key, TensorEntry], targets: Mapping[str, ModuleLora], report: Report) -> None:
+    for (module, part), entry in parts.items():
+        if module not in targets:
+            report.add(f"tensor {quoted(entry.name)} belongs to no targeted module of the base model")
+        elif part == _MAGNITUDE and not targets[module].dora:
+            report.add(f"{module} has a lora_{_MAGNITUDE}, but use_dora is not set")
+        elif part != _MAGNITUDE and (module, "B" if part == "A" else "A") not in parts:
+            report.add(f"{module} has lora_{part} only; both A and B are needed")
+    for module, lora in targets.items():
+        if (module, "A") not in parts and (module, "B") not in parts:
+            report.add(f"{module} is targeted, but its lora_A and lora_B are missing")
+        if lora.dora and (module, _MAGNITUDE) not in parts:
+            report.add(f"{module} is targeted with use_dora, but its lora_{_MAGNITUDE} is missing")
+
+
+def _check_shapes(
+    parts: Mapping[_Key, TensorEntry],
     targets: Mapping[str, ModuleLora],
     geometry: BaseGeometry,
     report: Report,
 ) -> None:
-    for (module, side), entry in pairs.items():
-        if module not in targets:
-            report.add(f"tensor {quoted(entry.name)} belongs to no targeted module of the base model")
-        elif (module, "B" if side == "A" else "A") not in pairs:
-            report.add(f"{module} has lora_{side} only; both A and B are needed")
     for module, lora in targets.items():
-        if (module, "A") not in pairs and (module, "B") not in pairs:
-            report.add(f"{module} is targeted, but its lora_A and lora_B are missing")
         fan_in, fan_out = geometry.targets[lora.target]
-        for side, shape in (("A", (lora.rank, fan_in)), ("B", (fan_out, lora.rank))):
-            found = pairs.get((module, side))
+        for part, shape in (("A", (lora.rank, fan_in)), ("B", (fan_out, lora.rank)), (_MAGNITUDE, (fan_out,))):
+            found = parts.get((module, part))
             if found is not None and found.shape != shape:
-                report.add(f"{module}: lora_{side} has shape {list(found.shape)}, {list(shape)} is needed")
+                report.add(f"{module}: lora_{part} has shape {list(found.shape)}, {list(shape)} is needed")
 
 
 def _scan(
-    path: Path, pairs: Mapping[_Key, TensorEntry], targets: Mapping[str, ModuleLora], report: Report
+    path: Path, parts: Mapping[_Key, TensorEntry], targets: Mapping[str, ModuleLora], report: Report
 ) -> tuple[str, bool]:
-    """Reads every weight once: reports values that are not finite; gives the digest and whether any B is not zero."""
+    """Reads every weight once: reports values that are not finite; gives the digest and whether it has an effect."""
     hasher, has_effect = AdapterHasher(), False
     for name, lora in sorted(targets.items()):
         hasher.module(name, lora.rank, lora.scaling)
-    if not pairs:
+    if not parts:
         return hasher.hexdigest(), False
     with path.open("rb") as file:
-        for (module, side), entry in sorted(pairs.items()):
-            hasher.tensor(f"{module}.lora_{side}", entry.dtype, entry.shape)
+        for (module, part), entry in sorted(parts.items()):
+            hasher.tensor(f"{module}.lora_{part}", entry.dtype, entry.shape)
             not_finite, not_zero = _scan_tensor(file, entry, hasher)
             if not_finite:
                 report.add(f"tensor {quoted(entry.name)} has {not_finite} values that are NaN or infinite")
-            has_effect |= not_zero and side == "B"
+            has_effect |= part == _MAGNITUDE or (not_zero and part == "B")  # lengths as they were: only W could tell
     return hasher.hexdigest(), has_effect
 
 

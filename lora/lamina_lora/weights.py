@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina_kernels.lora import LoraWeights, PreparedLora, SlotTable
+from lamina_lora.dora import BaseWeights, dora_gains
 from lamina_lora.errors import AdapterRejected
 from lamina_lora.geometry import SITES, BaseGeometry
 from lamina_lora.report import Report
@@ -69,18 +70,22 @@ def load_adapter(
     *,
     max_rank: int = 256,
     digest: str | None = None,
+    base: BaseWeights | None = None,
 ) -> AdapterWeights:
     """Validates and reads an adapter folder, converted to `dtype` on `device`.
 
-    Raises AdapterRejected with all violations: those of `validate_adapter`, values that overflow `dtype`, and, if
-    `digest` is given, contents that do not have it any more.
+    A DoRA adapter is measured against `base`, one projection of the base model after the other: it loads as slowly as
+    they do. Raises AdapterRejected with all violations: those of `validate_adapter`, values that overflow `dtype`, and,
+    if `digest` is given, contents that do not have it any more; a DoRA adapter without `base`.
     """
     manifest = validate_adapter(folder, geometry, max_rank=max_rank)
     if digest is not None and manifest.digest != digest:
         raise AdapterRejected([f"the stored adapter changed: its digest is {manifest.digest}, not {digest}"])
+    if base is None and any(module.lora.dora for module in manifest.modules.values()):
+        raise AdapterRejected(["it is a DoRA adapter, and the base model's plain weights are not at hand to load it"])
     report = Report()
     with (folder / WEIGHTS_NAME).open("rb") as file:
-        reader = _Reader(file.fileno(), dtype, torch.device(device), report)
+        reader = _Reader(file.fileno(), base, dtype, torch.device(device), report)
         sites = tuple(
             _site(manifest, geometry, layer, site, reader) for layer in range(geometry.num_layers) for site in SITES
         )
@@ -89,16 +94,36 @@ def load_adapter(
 
 
 class _Reader:
-    """Reads tensors of one open file and converts them."""
+    """Reads modules of one open file and converts them."""
 
-    def __init__(self, file: int, dtype: torch.dtype, device: torch.device, report: Report) -> None:
-        self.file, self.dtype, self.device, self.report = file, dtype, device, report
+    def __init__(
+        self, file: int, base: BaseWeights | None, dtype: torch.dtype, device: torch.device, report: Report
+    ) -> None:
+        self.file, self.base, self.dtype, self.device, self.report = file, base, dtype, device, report
 
-    def read(self, entry: TensorEntry, scaling: float = 1.0) -> Tensor:
+    def module(self, module: AdapterModule) -> tuple[Tensor, Tensor, Tensor | None]:
+        """A [rank, in], B [rank, out], the transpose of PEFT's lora_B times the scaling, and DoRA's gains [out]."""
+        a, b = self._exact(module.a), self._exact(module.b) * module.lora.scaling
+        gains = self._gains(module, a, b)
+        b_t = self._converted(module.b, b, module.lora.scaling).t().contiguous()
+        return self._converted(module.a, a), b_t, gains
+
+    def _exact(self, entry: TensorEntry) -> Tensor:
         raw = bytearray(entry.stop - entry.start)
         if os.preadv(self.file, [raw], entry.start) != len(raw):
             raise AdapterRejected([f"{WEIGHTS_NAME} was truncated while it was read"])
-        exact = torch.frombuffer(raw, dtype=_DTYPES[entry.dtype]).view(entry.shape).float() * scaling
+        return torch.frombuffer(raw, dtype=_DTYPES[entry.dtype]).view(entry.shape).float()
+
+    def _gains(self, module: AdapterModule, a: Tensor, b: Tensor) -> Tensor | None:
+        if module.magnitude is None or self.base is None:
+            return None
+        weight = self.base.rows(module.lora.layer, module.lora.target)
+        gains = dora_gains(weight, a, b, self._exact(module.magnitude))
+        if not bool(torch.isfinite(gains).all()):
+            self.report.add(f"tensor {module.magnitude.name} meets rows of W + BA that are zero or overflow")
+        return gains.to(self.device)
+
+    def _converted(self, entry: TensorEntry, exact: Tensor, scaling: float = 1.0) -> Tensor:
         value = exact.to(self.dtype)
         if not bool(torch.isfinite(value).all()):
             self.report.add(f"tensor {entry.name} with its scaling of {scaling:g} overflows {self.dtype}")
@@ -115,13 +140,10 @@ def _site(
     ]
     if not slices:
         return None
+    a, b, gains = zip(*(reader.module(module) for _, module in slices), strict=True)
     return LoraWeights(
-        a=torch.cat([reader.read(module.a) for _, module in slices]),
-        b=tuple(_b(module, reader) for _, module in slices),
+        a=torch.cat(a),
+        b=b,
         columns=tuple(geometry.column_of(target) for target, _ in slices),
+        gains=gains if any(gain is not None for gain in gains) else None,
     )
-
-
-def _b(module: AdapterModule, reader: _Reader) -> Tensor:
-    """[rank, out], contiguous: the transpose of PEFT's lora_B, times the scaling."""
-    return reader.read(module.b, module.lora.scaling).t().contiguous()

@@ -43,8 +43,9 @@ def tensors(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     layers: tuple[int, ...] | None = None,
+    dora: bool = False,
 ) -> dict[str, Tensor]:
-    """Random A and B, of both signs, under PEFT's names."""
+    """Random A and B and, for DoRA, magnitudes, of both signs, under PEFT's names."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, Tensor] = {}
     for layer in layers if layers is not None else range(geometry.num_layers):
@@ -54,6 +55,8 @@ def tensors(
                 stem = f"base_model.model.{geometry.module_name(layer, target)}"
                 found[f"{stem}.lora_A.weight"] = torch.randn(rank, fan_in, generator=generator).to(dtype)
                 found[f"{stem}.lora_B.weight"] = torch.randn(fan_out, rank, generator=generator).to(dtype)
+                if dora:
+                    found[f"{stem}.lora_magnitude_vector"] = torch.randn(fan_out, generator=generator).to(dtype)
     return found
 
 

@@ -14,6 +14,7 @@ from lamina.engine.core import CoreLimits, EngineCore
 from lamina.engine.pool import BlockPool
 from lamina.engine.scheduler import Scheduler
 from lamina.errors import ConfigurationInvalid
+from lamina.models.base_weights import StoredWeights
 from lamina.models.config import ModelConfig
 from lamina.models.digest import model_digest
 from lamina.models.interface import CausalLM
@@ -22,6 +23,7 @@ from lamina.types import EngineInfo
 from lamina.wiring.backends import Backend, choose_backend
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
+from lamina_lora.dora import BaseWeights
 from lamina_lora.store import AdapterStore
 from lamina_lora.weights import PreparedAdapter, load_adapter, prepare_adapter
 
@@ -72,7 +74,8 @@ def build_core(config: EngineConfig, *, progress: Progress | None = None) -> Eng
     backend = choose_backend(device, config.kernels)
     model = load_model(config.model, dtype=dtype, device=device, ops=backend.ops, progress=progress)
     digest = model_digest(config.model)
-    return assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend)
+    base = StoredWeights(config.model, dtype)
+    return assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend, base=base)
 
 
 def assemble(
@@ -83,10 +86,12 @@ def assemble(
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend | None = None,
+    base: BaseWeights | None = None,
 ) -> EngineCore:
     """Puts an engine together around a loaded model, with the device's own backend unless another one is given.
 
-    Raises ConfigurationInvalid for limits that cannot work.
+    DoRA adapters are loaded with the model's weights in `base`; without it, requests for them fail. Raises
+    ConfigurationInvalid for limits that cannot work.
     """
     shape = model.config
     layout = _layout(shape, dtype, config.block_size)
@@ -107,7 +112,7 @@ def assemble(
 
     def load(digest: str) -> PreparedAdapter:
         folder = store.path(digest)
-        weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest)
+        weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest, base=base)
         return prepare_adapter(weights, parts.table)
 
     loads = AdapterLoads(

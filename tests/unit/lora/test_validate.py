@@ -22,6 +22,7 @@ from support.lora_folders import TINY, config, tensors, write, write_plain
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Q0_B = Q0.replace("lora_A", "lora_B")
+Q0_M = Q0.replace("lora_A.weight", "lora_magnitude_vector")
 
 
 def check(folder: Path, geometry: BaseGeometry = TINY, max_rank: int = 64) -> AdapterManifest:
@@ -58,18 +59,47 @@ def test_an_untrained_adapter_is_valid_but_has_no_effect(tmp_path: Path) -> None
     assert not check(write(tmp_path, config(), weights)).has_effect
 
 
+def test_dora_is_described(tmp_path: Path) -> None:
+    """Every targeted module has its magnitude; also with rsLoRA and patterns."""
+    weights = tensors(dora=True)
+    plain = check(write(tmp_path / "dora", config(use_dora=True), weights))
+    assert all(m.lora.dora and m.magnitude is not None for m in plain.modules.values())
+    assert plain.num_parameters == sum(value.numel() for value in weights.values())
+    more = check(write(tmp_path / "more", config(use_dora=True, use_rslora=True, alpha_pattern={"q_proj": 3}), weights))
+    assert {m.lora.scaling for m in more.modules.values()} == {4.0, 1.5}
+    assert more.digest != plain.digest
+
+
+def test_magnitudes_are_part_of_the_digest(tmp_path: Path) -> None:
+    """With other magnitudes or none it is another adapter; the spelling of their names does not matter."""
+    weights = tensors(dora=True)
+    digest = check(write(tmp_path / "dora", config(use_dora=True), weights)).digest
+    other = weights | {Q0_M: weights[Q0_M] + 1}
+    assert check(write(tmp_path / "other", config(use_dora=True), other)).digest != digest
+    assert check(write(tmp_path / "none", config(), tensors())).digest != digest
+    for ending in (".weight", ".default.weight"):
+        renamed = {name + ending * name.endswith("_vector"): value for name, value in weights.items()}
+        assert check(write(tmp_path / ending, config(use_dora=True), renamed)).digest == digest
+
+
+def test_dora_has_an_effect_even_where_b_is_zero(tmp_path: Path) -> None:
+    """Magnitudes alone change the base weights."""
+    weights = {name: (value * 0 if "lora_B" in name else value) for name, value in tensors(dora=True).items()}
+    assert check(write(tmp_path, config(use_dora=True), weights)).has_effect
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_every_dtype_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
     """F32, F16 and BF16 are what PEFT saves."""
     assert check(write(tmp_path, config(), tensors(dtype=dtype))).has_effect
 
 
-def _set(name: str, value: torch.Tensor | None) -> Callable[[Path], None]:
+def _set(name: str, value: torch.Tensor | None, *, dora: bool = False) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
-        weights = tensors() | ({name: value} if value is not None else {})
+        weights = tensors(dora=dora) | ({name: value} if value is not None else {})
         if value is None:
             del weights[name]
-        write(folder, config(), weights)
+        write(folder, config(use_dora=dora), weights)
 
     return spoil
 
@@ -170,7 +200,20 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "B without A": (_set(Q0, None), "lora_B only"),
     "tensor that is no LoRA weight": (_set("base_model.model.lm_head.weight", torch.ones(2)), "not understood"),
     "bias of B": (_set(Q0_B.replace("weight", "bias"), torch.ones(24)), "not understood"),
-    "DoRA magnitude": (_set(Q0.replace("lora_A", "lora_magnitude_vector"), torch.ones(24)), "not understood"),
+    "magnitude without DoRA": (_set(Q0_M, torch.ones(24)), "has a lora_magnitude_vector, but use_dora is not set"),
+    "DoRA without a magnitude": (_set(Q0_M, None, dora=True), "q_proj is .* its lora_magnitude_vector is missing"),
+    "DoRA's magnitude too long": (_set(Q0_M, torch.ones(25), dora=True), r"vector has shape \[25\], \[24\] is needed"),
+    "DoRA's magnitude as a matrix": (_set(Q0_M, torch.ones(1, 24), dora=True), r"shape \[1, 24\], \[24\] is needed"),
+    "NaN magnitude": (_set(Q0_M, torch.full((24,), torch.nan), dora=True), "24 values that are NaN or infinite"),
+    "magnitude of a module that is not targeted": (
+        _set(Q0_M.replace("q_proj", "o_proj"), torch.ones(24), dora=True),
+        "no targeted module",
+    ),
+    "the same magnitude under two names": (_set(f"{Q0_M}.weight", torch.ones(24), dora=True), "twice"),
+    "DoRA of an embedding": (
+        _set("base_model.model.model.embed_tokens.lora_magnitude_vector", torch.ones(24), dora=True),
+        "no targeted module",
+    ),
     "embedding": (
         _set("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 24)),
         "not understood",
@@ -200,7 +243,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown key": (_configured(use_magic=True), "'use_magic' = True is not a known key"),
     "another method": (_configured(peft_type="IA3"), "peft_type is 'IA3'"),
     "another task": (_configured(task_type="SEQ_CLS"), "task_type is 'SEQ_CLS'"),
-    "DoRA": (_configured(use_dora=True), "use_dora is not supported"),
+    "DoRA without magnitudes": (_configured(use_dora=True), "v_proj is .* its lora_magnitude_vector is missing"),
+    "DoRA as text": (_configured(use_dora="yes"), "use_dora is 'yes'"),
     "bias": (_configured(bias="lora_only"), "bias is 'lora_only'"),
     "lora_bias": (_configured(lora_bias=True), "lora_bias is not supported"),
     "modules_to_save": (_configured(modules_to_save=["lm_head"]), "modules_to_save is not supported"),
@@ -250,7 +294,7 @@ def test_all_violations_come_in_one_report(tmp_path: Path) -> None:
     weights[Q0][0, 0] = torch.nan
     weights[Q0_B] = torch.ones(24, 3)
     weights["surprise"] = torch.ones(1)
-    write(tmp_path, config(use_dora=True, bias="all", r=0, unknown=1), weights)
+    write(tmp_path, config(use_dora=1, bias="all", r=0, unknown=1), weights)
     found = " | ".join(violations(tmp_path))
     for reason in ("use_dora", "bias", "r is 0", "'unknown'", "'surprise'", "NaN"):
         assert reason in found
@@ -258,6 +302,16 @@ def test_all_violations_come_in_one_report(tmp_path: Path) -> None:
     found = " | ".join(violations(tmp_path))
     for reason in ("'surprise'", "lora_B has shape", "NaN"):
         assert reason in found
+
+
+def test_every_violation_of_dora_is_named(tmp_path: Path) -> None:
+    """Missing, misshapen and broken magnitudes, each by its module."""
+    weights = tensors(dora=True)
+    del weights[Q0_M]
+    weights[Q0_M.replace("q_proj", "v_proj")] = torch.ones(13)
+    weights[Q0_M.replace("layers.0", "layers.1")][3] = torch.inf
+    found = violations(write(tmp_path, config(use_dora=True), weights))
+    assert [("q_proj" in f or "v_proj" in f) and "lora_magnitude_vector" in f for f in found] == [True] * 3
 
 
 def test_a_report_is_bounded(tmp_path: Path) -> None:

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lamina_kernels.lora import LoraWeights
+from lamina_lora import dora
 from lamina_lora.batch import Segment
+from lamina_lora.dora import dora_gains
 from lamina_lora.errors import AdapterRejected
 from lamina_lora.geometry import SITES, TARGETS, BaseGeometry
 from lamina_lora.slots import AdapterSlots
@@ -77,6 +80,60 @@ def test_the_rank_limit_holds_at_loading_too(tmp_path: Path) -> None:
         load_adapter(write_plain(tmp_path, rank=4), TINY, torch.float32, max_rank=3)
 
 
+class _Base:
+    """`BaseWeights` of one matrix for all layers."""
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self._weights = weights
+
+    def rows(self, layer: int, target: str) -> Tensor:
+        return self._weights[target]
+
+
+def _o_proj_dora(folder: Path, weight: Tensor, dtype: torch.dtype) -> LoraWeights:
+    loaded = load_adapter(folder, TINY, dtype, base=_Base({"o_proj": weight})).sites[site_index(1, "o")]
+    assert loaded is not None
+    return loaded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gains_are_magnitudes_over_norms(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of W with the unrounded adapter added, in float32 whatever the model computes in."""
+    weights = tensors(targets=("o_proj",), dora=True)
+    folder = write(tmp_path, config(use_dora=True, target_modules=["o_proj"]), weights)
+    weight = torch.randn(24, 24).to(dtype)
+    (gains,) = _o_proj_dora(folder, weight, dtype).gains or ()
+    stem = "base_model.model.model.layers.1.self_attn.o_proj.lora_"
+    delta = 2.0 * weights[f"{stem}B.weight"].double() @ weights[f"{stem}A.weight"].double()
+    want = weights[f"{stem}magnitude_vector"].double() / (weight.double() + delta).norm(dim=1)
+    torch.testing.assert_close(gains, want.float())
+
+
+def test_a_row_without_length_is_refused(tmp_path: Path) -> None:
+    """No magnitude can be given to W + BA = 0."""
+    weights = {name: value * ("lora_B" not in name) for name, value in tensors(targets=("o_proj",), dora=True).items()}
+    folder = write(tmp_path, config(use_dora=True, target_modules=["o_proj"]), weights)
+    with pytest.raises(AdapterRejected, match="zero or overflow"):
+        _o_proj_dora(folder, torch.zeros(24, 24), torch.float32)
+
+
+def test_dora_needs_the_base_weights(tmp_path: Path) -> None:
+    """Without them the error says so, and a base of another shape is a mistake of the caller."""
+    folder = write(tmp_path, config(use_dora=True, target_modules=["o_proj"]), tensors(targets=("o_proj",), dora=True))
+    with pytest.raises(AdapterRejected, match="DoRA adapter"):
+        load_adapter(folder, TINY, torch.float32)
+    with pytest.raises(ValueError, match="do not fit"):
+        _o_proj_dora(folder, torch.ones(24, 25), torch.float32)
+
+
+def test_norms_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of rows at a time changes nothing."""
+    weight, a, b = torch.randn(40, 24), torch.randn(4, 24), torch.randn(40, 4)
+    whole = dora_gains(weight, a, b, torch.ones(40))
+    monkeypatch.setattr(dora, "_PIECE", 24 * 7)
+    torch.testing.assert_close(dora_gains(weight, a, b, torch.ones(40)), whole)
+
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "all seven": {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS)},
     "all-linear": {"r": 3, "lora_alpha": 5, "target_modules": "all-linear"},
@@ -133,6 +190,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lora_dropout": 0.1,
     },
     "negative alpha": {"r": 4, "lora_alpha": -8, "target_modules": ["q_proj"]},
+    "DoRA": {"r": 4, "lora_alpha": 8, "target_modules": list(TARGETS), "use_dora": True},
+    "DoRA, rsLoRA and patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": ["k_proj", "o_proj", "gate_proj"],
+        "rank_pattern": {"layers.0.self_attn.k_proj": 9},
+        "alpha_pattern": {"gate_proj": 2.5},
+    },
 }
 
 GEOMETRY = BaseGeometry(num_layers=3, vocab_size=50, hidden_size=24, targets=TINY.targets)
@@ -150,6 +217,8 @@ def _peft_model(changes: dict[str, Any], folder: Path) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=50,
+        attention_bias=True,
+        mlp_bias=True,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FutureWarnings between transformers and PEFT
@@ -158,36 +227,49 @@ def _peft_model(changes: dict[str, Any], folder: Path) -> Any:
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
                     parameter.normal_()
+                elif "magnitude" in name:
+                    parameter.mul_(torch.rand_like(parameter) + 0.5)
         model.save_pretrained(folder)
-        return PeftModel.from_pretrained(LlamaForCausalLM(shape), str(folder)).eval()
+        loaded = PeftModel.from_pretrained(LlamaForCausalLM(shape), str(folder)).eval()
+        with torch.no_grad():
+            for name, parameter in loaded.named_parameters():
+                if name.endswith(".bias"):
+                    parameter.normal_()
+        return loaded
 
 
-def _peft_delta(model: Any, name: str, x: Tensor) -> Tensor | None:
-    """What PEFT's layer adds to its base layer's output, or None where it has no adapter."""
-    module = model.get_submodule(f"base_model.model.{name}")
-    return module(x) - module.base_layer(x) if hasattr(module, "base_layer") else None
+class _PeftLayers:
+    """PEFT's layers, adapted or not, by the names of the base model. A `BaseWeights`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def layer(self, layer: int, target: str) -> Any:
+        return self.model.get_submodule(f"base_model.model.{GEOMETRY.module_name(layer, target)}")
+
+    def base(self, layer: int, target: str) -> Any:
+        adapted = self.layer(layer, target)
+        return getattr(adapted, "base_layer", adapted)
+
+    def rows(self, layer: int, target: str) -> Tensor:
+        return self.base(layer, target).weight  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 @torch.inference_mode()
-def test_deltas_equal_pefts(tmp_path: Path, changes: dict[str, Any]) -> None:
-    """PEFT writes the adapter and reads it back; every module's output changes as in PEFT's own layers."""
-    model = _peft_model(changes, tmp_path)
-    slots = AdapterSlots(1 << 30, lambda digest: load_adapter(tmp_path, GEOMETRY, torch.float32))
+def test_outputs_equal_pefts(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """PEFT writes the adapter and reads it back; every output is that of PEFT's own layers, biases included."""
+    peft = _PeftLayers(_peft_model(changes, tmp_path))
+    slots = AdapterSlots(1 << 30, lambda digest: load_adapter(tmp_path, GEOMETRY, torch.float32, base=peft))
     slot = slots.acquire("the adapter")
     batch = slots.batch([Segment(slot, 1, 4)], 5)
-    adapted = 0
     for layer in range(3):
         for site, targets in SITES.items():
             x = torch.randn(5, GEOMETRY.in_features(site))
-            y = torch.zeros(5, GEOMETRY.out_features(site))
-            batch.apply(layer, site, x, y)
-            want = torch.zeros_like(y)
-            for target in targets:
-                delta = _peft_delta(model, GEOMETRY.module_name(layer, target), x[1:4])
-                if delta is not None:
-                    column = GEOMETRY.column_of(target)
-                    want[1:4, column : column + delta.shape[1]] = delta
-                    adapted += 1
+            y = torch.cat([peft.base(layer, target)(x) for target in targets], dim=1)
+            want = torch.cat([peft.layer(layer, target)(x) for target in targets], dim=1)
+            want[[0, 4]] = y[[0, 4]]
+            batch.apply(layer, site, x, y, torch.cat([peft.base(layer, target).bias for target in targets]))
             torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
-    assert adapted == len(validate_adapter(tmp_path, GEOMETRY, max_rank=16).modules) > 0
+    adapted = [module for module in GEOMETRY.modules() if peft.layer(*module) is not peft.base(*module)]
+    assert len(adapted) == len(validate_adapter(tmp_path, GEOMETRY, max_rank=16).modules) > 0
