@@ -63,7 +63,7 @@ def device_backend() -> Backend:
     from lamina.engine.graphs import NoGraphs
     from lamina.wiring.triton_backend import TritonBackend
 
-    return TritonBackend(graphs=NoGraphs(), lane=InlineLane())
+    return TritonBackend(graphs=NoGraphs(), copies=InlineLane(), beside=InlineLane())
 
 
 @dataclass

@@ -32,7 +32,9 @@ class EngineConfig:
     max_lora_rank: int = 256
     adapter_bytes: int = 1024 * MIB  # loaded adapters, least recently used leave first
     max_adapters: int = 256  # loaded at a time, however small
-    lora_plan: str = "two-launch"  # two-launch | fused (GPU): base products that compute shrink for a few slots too
+    lora_plan: str = (
+        "overlapped"  # how a GPU decodes: overlapped | two-launch | fused, each falling back to the one before
+    )
     fused_slots: int = 8  # adapters in those products; the others are served by two launches
     fused_rank: int = 16  # per projection; a multiple of 8
     prefix_caching: bool = True

@@ -148,15 +148,25 @@ class TritonLoraTable:
         Decode tiles lie in the first `decode_rows` rows. `bias` [out] is what the base projection added to y: DoRA does
         not scale it. Raises ValueError or TypeError for other shapes or dtypes.
         """
-        in_features = self._layout.sites[site].in_features
-        if x.shape[1:] != (in_features,) or site == self._layout.embedding:
-            raise ValueError(f"site {site} takes x [T, {in_features}] unless it is the embedding, not {tuple(x.shape)}")
-        self._check_rows(x, y)
+        self._check_input(site, x, y)
         for kind, part in ((self._decode, tiles.decode), (self._prefill, tiles.prefill)):
             if part.shape[0]:
-                planes = self._planes(site, kind)
-                shrink(x[: kind.limit], self._pool.weights, self._tables[site], part, planes, kind=kind.shrink)
-                self._expand(site, kind, part, planes, y, bias, planes.shape[0])
+                self._shrink(site, kind, part, x)
+                self._expand(site, kind, part, self._planes(site, kind), y, bias)
+
+    def shrink_decode(self, site: int, tiles: LoraTiles, x: Tensor) -> None:
+        """The first half of `apply` for the decode tiles: perhaps beside the base projection, on another stream.
+
+        Its result is kept until the next call of any kind, which must come after `expand_decode` in the device's order.
+        """
+        self._check_input(site, x, x)
+        if tiles.decode.shape[0]:
+            self._shrink(site, self._decode, tiles.decode, x)
+
+    def expand_decode(self, site: int, tiles: LoraTiles, y: Tensor, bias: Tensor | None = None) -> None:
+        """The second half: adds what `shrink_decode` left for this site to y [T, out]."""
+        if tiles.decode.shape[0]:
+            self._expand(site, self._decode, tiles.decode, self._planes(site, self._decode), y, bias)
 
     def apply_embedding(self, tiles: LoraTiles, token_ids: Tensor, y: Tensor) -> None:
         """Adds each tile's adapter to the embeddings y [T, hidden] of token_ids [T], in place; as `apply` otherwise.
@@ -176,17 +186,25 @@ class TritonLoraTable:
                     vocab=vocab,
                     tile_rows=kind.shrink.rows,
                 )
-                self._expand(site, kind, part, planes, y, None, 1)
+                self._expand(site, kind, part, planes, y, None)
 
-    def _expand(
-        self, site: int, kind: _Kind, tiles: Tensor, planes: Tensor, y: Tensor, bias: Tensor | None, splits: int
-    ) -> None:
+    def _shrink(self, site: int, kind: _Kind, tiles: Tensor, x: Tensor) -> None:
+        planes = self._planes(site, kind)
+        shrink(x[: kind.limit], self._pool.weights, self._tables[site], tiles, planes, kind=kind.shrink)
+
+    def _expand(self, site: int, kind: _Kind, tiles: Tensor, planes: Tensor, y: Tensor, bias: Tensor | None) -> None:
         expand(
             *(planes, self._pool.weights, self._pool.gains, self._tables[site], tiles, y[: kind.limit], bias),
             shape=self._layout.sites[site],
-            splits=splits,
+            splits=planes.shape[0],
             kind=kind.expand,
         )
+
+    def _check_input(self, site: int, x: Tensor, y: Tensor) -> None:
+        in_features = self._layout.sites[site].in_features
+        if x.shape[1:] != (in_features,) or site == self._layout.embedding:
+            raise ValueError(f"site {site} takes x [T, {in_features}] unless it is the embedding, not {tuple(x.shape)}")
+        self._check_rows(x, y)
 
     def _check_rows(self, given: Tensor, y: Tensor) -> None:
         if given.shape[0] != y.shape[0] or y.shape[0] > self._prefill.limit:

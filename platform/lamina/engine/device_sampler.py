@@ -1,13 +1,11 @@
 """The sampler whose steps do not wait for the device: same meaning as `engine.sampler`, state kept by seat.
 
-`launch` only enqueues; `Pending.collect` is the one place that waits. Between the two the next step can be launched,
-its input tokens read on the device by `last_tokens`. `sample` does both at once and takes `SamplingState`s as the
-host's sampler does, so that it fits into `EngineCore` in its place.
+`launch` only enqueues; `Pending.collect` is the one place that waits. Between the two the next step can be launched:
+its input tokens are read on the device by `feed`.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -77,109 +75,75 @@ class Pending:
 
 
 class DeviceSampler:
-    """Samples where the logits are. Owns the seats of the running choices; not safe for use from two threads.
+    """A `StepSampler` where the logits are. Not safe for use from two threads.
 
-    All calls must come on one stream: a seat is filled, read and moved in the order of the calls.
+    Each choice has a seat from its first launch until it leaves; the device advances it. All calls must come on one
+    stream: a seat is filled, read and moved in the order of the calls.
     """
+
+    runs_ahead = True
 
     def __init__(self, max_seats: int, vocab_size: int, device: torch.device | str) -> None:
         """Takes 4 * max_seats * vocab_size bytes of the device. Raises ValueError for sizes that kernels cannot."""
         self._state = SeatState.create(max_seats, vocab_size, torch.device(device))
         self._free = list(range(max_seats))[::-1]
         self._seats: dict[int, _Seat] = {}
-        self._by_state: OrderedDict[int, int] = OrderedDict()  # id(state) of `sample` -> seat, oldest use first
+        self._by_state: dict[SamplingState, int] = {}
 
     @property
     def device(self) -> torch.device:
         return self._state.fields.device
 
     @torch.inference_mode()
-    def seat(self, state: SamplingState) -> int:
-        """A seat for a choice, filled from its state as it is now; from here on the device advances by itself.
+    def launch(self, logits: Tensor, states: Sequence[SamplingState]) -> Pending:
+        """Enqueues one token for each row of logits [R, V], on this device.
 
-        Raises ValueError if no seat is free, or if the state does not fit one.
+        Raises ValueError for shapes that do not match, a state that comes twice or does not fit a seat, and for more
+        choices than seats.
         """
-        if not self._free:
-            raise ValueError(f"all {self._state.max_seats} seats are taken")
-        self._fill(self._free[-1], state)
-        return self._free.pop()
-
-    def leave(self, seat: int) -> None:
-        """Frees a seat. Launches that still run may finish with it: it is filled anew behind them on the stream."""
-        del self._seats[seat]
-        self._free.append(seat)
-
-    @torch.inference_mode()
-    def launch(self, logits: Tensor, seats: Sequence[int]) -> Pending:
-        """Enqueues one token for each row and advances its seat. No seat may come twice; -1 is a row without a choice.
-
-        logits: [R, V] on this device. Raises ValueError for a seat that nobody has, or shapes that do not match.
-        """
-        taken = [seat for seat in seats if seat >= 0]
-        if len(set(taken)) != len(taken) or not self._seats.keys() >= set(taken):
-            raise ValueError(f"seats {seats} are not all taken, or one comes twice")
-        needs = reduce(or_, (self._seats[seat].needs for seat in taken), SamplingNeeds())
+        self._check(logits, states)
+        seats = [self._seat_of(state) for state in states]
+        needs = reduce(or_, (self._seats[seat].needs for seat in seats), SamplingNeeds())
         there = torch.tensor(seats, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         there = there.to(self.device, non_blocking=True)
         rows = sample(logits.detach().float().contiguous(), there, self._state, needs)
-        for seat in taken:
+        for seat in seats:
             self._seats[seat].position += 1
-        return Pending(rows, [self._seats[seat].state.params.logprobs if seat >= 0 else None for seat in seats])
+        return Pending(rows, [state.params.logprobs for state in states])
 
-    def last_tokens(self, seats: Tensor) -> Tensor:
-        """The tokens int64 that the seats got last, -1 if none yet. seats: int32 or int64 on this device."""
-        return self._state.last_token.index_select(0, seats)
+    def placeholder(self, state: SamplingState) -> int:
+        """See `StepSampler`; for a state that was launched and has not left."""
+        return -1 - self._by_state[state]
 
-    # --- in the host sampler's place --------------------------------------------------------------------------------
+    def leave(self, state: SamplingState) -> None:
+        """Frees the seat. Launches that still run may finish with it: it is filled anew behind them on the stream."""
+        seat = self._by_state.pop(state, None)
+        if seat is not None:
+            del self._seats[seat]
+            self._free.append(seat)
 
-    @torch.inference_mode()
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled]:
-        """As `engine.sampler.Sampler.sample`, but a state may come only once. Seats are kept between calls.
+    def feed(self, token_ids: Tensor) -> Tensor:
+        """Token ids [T] int64 with each placeholder replaced by the token that its choice got last."""
+        seats = (-1 - token_ids).clamp_(min=0)
+        drawn = self._state.last_token.index_select(0, seats).clamp_(min=0)  # -1 where the draw failed
+        return torch.where(token_ids < 0, drawn, token_ids)
 
-        A state whose position is not its seat's is seated anew, so a caller that drops a token or asks twice is served
-        right. What cannot be seen is a caller that appends another token than it got.
-        """
+    def _check(self, logits: Tensor, states: Sequence[SamplingState]) -> None:
         if logits.dim() != 2 or logits.shape[0] != len(states):
             raise ValueError(f"logits of shape {tuple(logits.shape)} do not match {len(states)} states")
         for state in states:
             if state.vocab_size != logits.shape[1]:
                 raise ValueError(f"a state for {state.vocab_size} tokens met logits of {logits.shape[1]}")
-        if len({id(state) for state in states}) != len(states):
+        if len(set(states)) != len(states):
             raise ValueError("a state comes twice")
-        size = len(self._free) + len(self._by_state)  # the others belong to callers of `seat`
-        if states and not size:
-            raise ValueError(f"all {self._state.max_seats} seats are taken")
-        sampled: list[Sampled] = []
-        for first in range(0, len(states), max(size, 1)):
-            seats = self._seats_of(states[first : first + size])
-            outcomes = self.launch(logits[first : first + size], seats).collect()
-            self._note_failures(seats, outcomes)
-            sampled += outcomes
-        return sampled
 
-    def _seats_of(self, states: Sequence[SamplingState]) -> list[int]:
-        """Seats for states that are all different and not more than there are seats."""
-        for state in states:
-            if id(state) in self._by_state:
-                self._by_state.move_to_end(id(state))  # no new seat shall be theirs
-        for state in states:
-            if id(state) not in self._by_state:
-                self._by_state[id(state)] = self._new_seat(state)
-            elif self._seats[self._by_state[id(state)]].position != state.position:
-                self._fill(self._by_state[id(state)], state)
-        return [self._by_state[id(state)] for state in states]
-
-    def _new_seat(self, state: SamplingState) -> int:
-        """A free seat, or that of the state that was not asked for longest."""
-        if not self._free and self._by_state:
-            _, oldest = self._by_state.popitem(last=False)
-            self.leave(oldest)
-        return self.seat(state)
-
-    def _note_failures(self, seats: Sequence[int], sampled: Sequence[Sampled]) -> None:
-        for seat, outcome in zip(seats, sampled, strict=True):
-            if outcome.failed is not None:
-                self._seats[seat].position -= 1  # a failed row does not move its seat
+    def _seat_of(self, state: SamplingState) -> int:
+        if state not in self._by_state:
+            if not self._free:
+                raise ValueError(f"all {self._state.max_seats} seats are taken")
+            self._fill(self._free[-1], state)
+            self._by_state[state] = self._free.pop()
+        return self._by_state[state]
 
     def _fill(self, seat: int, state: SamplingState) -> None:
         params = _seat_params(state)

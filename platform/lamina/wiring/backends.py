@@ -69,5 +69,5 @@ def choose_backend(device: torch.device, kernels: str = "auto") -> Backend:
         from lamina.engine.graphs import CudaGraphs
         from lamina.wiring.triton_backend import TritonBackend
 
-        return TritonBackend(graphs=CudaGraphs(), lane=CudaLane(device))
+        return TritonBackend(graphs=CudaGraphs(), copies=CudaLane(device), beside=CudaLane(device))
     return TorchBackend()

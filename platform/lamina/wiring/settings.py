@@ -109,8 +109,8 @@ class Settings(BaseSettings):
         "adapter_bytes", "Memory for loaded adapters; the least recently used leave first.", ge=1
     )
     max_adapters: int = _engine("max_adapters", "Adapters loaded at a time, however small.", ge=1, le=65536)
-    lora_plan: Literal["two-launch", "fused"] = _engine(
-        "lora_plan", "How a GPU decodes; `fused` keeps a few adapters beside the base weights, see docs/kernels.md."
+    lora_plan: Literal["overlapped", "two-launch", "fused"] = _engine(
+        "lora_plan", "How a GPU decodes with adapters: `overlapped`, `two-launch` or `fused`; see docs/kernels.md."
     )
     fused_slots: int = _engine("fused_slots", "Adapters in the fused plan; others take the usual way.", ge=1, le=64)
     fused_rank: int = _engine("fused_rank", "Rank up to which the fused plan takes adapters.", ge=8, multiple_of=8)

@@ -11,7 +11,7 @@ from lamina.engine.adapter_stream import AdapterStream, Lane
 from lamina.engine.device_attention import DeviceAttention
 from lamina.engine.device_fused import FusedTable
 from lamina.engine.device_inputs import StepShape
-from lamina.engine.device_lora import DeviceLora, TwoLaunches
+from lamina.engine.device_lora import DeviceLora, Overlapped, Projections, TwoLaunches
 from lamina.engine.device_runner import DeviceRunner, decode_buckets
 from lamina.engine.device_sampler import DeviceSampler
 from lamina.engine.graphs import Graphs
@@ -39,18 +39,24 @@ class TritonBackend:
 
     ops = DeviceOps()
 
-    def __init__(self, *, graphs: Graphs, lane: Lane) -> None:
+    def __init__(self, *, graphs: Graphs, copies: Lane, beside: Lane) -> None:
+        """`copies` carries adapters to the device, `beside` what a step computes beside its main line."""
         self._graphs = graphs
-        self._lane = lane
+        self._copies = copies
+        self._beside = beside
 
     def parts(self, model: CausalLM, pool: BlockPool, config: EngineConfig) -> StepParts:
         _check(model.config, config)
         shape, device, dtype = model.config, pool.data.device, pool.data.dtype
         shapes = _site_shapes(shape.geometry())
         lora = _lora_table(shapes, config, dtype, device)
-        two = TwoLaunches(lora)
         fused = _fused_table(model, lora, shapes, config) if config.lora_plan == "fused" else None
-        stream = AdapterStream(fused or lora, self._lane)
+        stream = AdapterStream(fused or lora, self._copies)
+        plans: list[Projections] = [TwoLaunches(lora)]
+        if config.lora_plan != "two-launch":
+            plans.insert(0, Overlapped(lora, self._beside))
+        if fused is not None:
+            plans.insert(0, fused)
         sampler = DeviceSampler(config.max_running, shape.vocab_size, device)
         tile_rows = prefill_tile_rows(shape.num_heads, shape.num_kv_heads, shape.head_dim, dtype)
         longest = min(config.max_context or shape.max_context, shape.max_context)
@@ -60,7 +66,7 @@ class TritonBackend:
                 model,
                 pool,
                 DeviceAttention(pool, heads=shape.num_heads, max_decode_rows=config.max_running),
-                DeviceLora((fused, two) if fused else (two,), stream, slots),
+                DeviceLora(plans, stream, slots),
                 self._graphs,
                 StepShape(pool.block_size, tile_rows),
                 feed=sampler.feed,

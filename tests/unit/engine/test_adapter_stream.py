@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.engine.adapter_stream import AdapterStream, InlineLane, Mark
-from lamina.engine.device_lora import DeviceLora, TwoLaunches
+from lamina.engine.device_lora import DeviceLora, Overlapped, TwoLaunches
 from lamina_kernels.gpu.lora_tiles import LoraTiles
 from lamina_kernels.lora import LoraWeights, PreparedLora
 from lamina_lora.batch import Segment
@@ -55,6 +55,12 @@ class Table:
 
     def apply(self, site: int, tiles: LoraTiles, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
         self.log.append(f"apply {site}")
+
+    def shrink_decode(self, site: int, tiles: LoraTiles, x: Tensor) -> None:
+        self.log.append(f"shrink {site}")
+
+    def expand_decode(self, site: int, tiles: LoraTiles, y: Tensor, bias: Tensor | None = None) -> None:
+        self.log.append(f"expand {site}")
 
 
 class Identity:
@@ -140,6 +146,22 @@ def test_a_table_that_refuses_leaves_nothing_arriving(log: Log) -> None:
         stream.put(0, Weights())
     stream.await_sites()
     assert log == []
+
+
+def test_shrink_runs_beside_the_base_projection(log: Log, table: Table) -> None:
+    """It starts behind all that came before, and expand waits for both. Prefill rows are another plan's."""
+
+    class Logged(Identity):
+        def __call__(self, x: Tensor) -> Tensor:
+            log.append("linear")
+            return x.clone()
+
+    plan = Overlapped(table, Lane(log))
+    none = torch.zeros(0, 3, dtype=torch.int32)
+    plan.project(5, LoraTiles(none, none), torch.ones(1, 1), Logged())
+    assert log == ["open", "shrink 5", "linear", "wait 0", "expand 5"]
+    assert plan.covers([Segment(0, 0, 2)], 2)
+    assert not plan.covers([Segment(0, 0, 2), Segment(0, 2, 3)], 2)
 
 
 def test_steps_need_tiles_and_slots_need_adapters(table: Table, stream: AdapterStream) -> None:
