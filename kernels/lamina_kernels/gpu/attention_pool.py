@@ -2,25 +2,27 @@
 
     pool [num_blocks, 2 (k, v), layers, block_size, kv_heads, head_dim], contiguous
 
-Position n of a sequence is row n % block_size of block tables[sequence, n // block_size]. One head's keys of one block are
-block_size pieces of head_dim elements, kv_heads * head_dim elements apart.
+Position n of a sequence is row n % block_size of block tables[sequence, n // block_size]. One head's keys of one block
+are block_size pieces of head_dim elements, kv_heads * head_dim elements apart.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK_SIZES", "HEAD_DIMS", "NO_WINDOW", "AttentionShape", "check_attention"]
+__all__ = ["BLOCK_SIZES", "HEAD_DIMS", "NO_WINDOW", "AttentionShape", "check_attention", "kv_pointer", "logit_factors"]
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
 NO_WINDOW = 2**31 - 1  # a window that hides nothing: positions are int32
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _FP8 = torch.float8_e4m3fn
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,32 @@ class AttentionShape:
     head_dim: int
     block_size: int
     layers: int
-    fp8: bool  # keys and values are float8_e4m3fn
 
     @property
     def group(self) -> int:
         """Query heads that share a KV head."""
         return self.heads // self.kv_heads
+
+
+def logit_factors(scale: float, softcap: float | None) -> tuple[float, float]:
+    """`factor` and `cap` of `attention_tile.logits`."""
+    if softcap is None:
+        return scale * _LOG2_E, 0.0
+    return 2 * scale * _LOG2_E / softcap, softcap * _LOG2_E
+
+
+def kv_pointer(pool: Tensor) -> Tensor:
+    """The pool as the kernels take it: float8 as bytes, to be widened by hand, where no instruction does it."""
+    if pool.dtype == _FP8 and not _widens_fp8(pool.device):
+        return pool.view(torch.uint8)
+    return pool
+
+
+@functools.cache
+def _widens_fp8(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def check_attention(
@@ -77,7 +99,7 @@ def check_attention(
     _check_strides(q, pool, tables, contexts, out)
     _check_dtypes(q, pool, tables, contexts, out, kv_scales, layers)
     _check_numbers(scale, window, softcap)
-    return AttentionShape(heads, kv_heads, dim, block_size, layers, pool.dtype == _FP8)
+    return AttentionShape(heads, kv_heads, dim, block_size, layers)
 
 
 def _check_strides(q: Tensor, pool: Tensor, tables: Tensor, contexts: Tensor, out: Tensor) -> None:

@@ -167,21 +167,26 @@ MERGE_WARPS = 4  # reasoned
 
 def decode_tile(head_dim: int, element_size: int) -> DecodeTile:
     """Reasoned, not measured: a tile of keys is 16 to 32 KiB in shared memory, so that two programs fit beside each
-    other with their loads in flight."""
+    other with their loads in flight. float32 is multiplied without tensor cores: with 4 warps its tiles spill."""
     if element_size == 4:
-        return DecodeTile(keys=32, min_tiles=8, num_warps=4, num_stages=2)
+        keys = 16 if head_dim > 128 else 32
+        return DecodeTile(keys=keys, min_tiles=256 // keys, num_warps=8, num_stages=2)
     if head_dim > 128:
         return DecodeTile(keys=32, min_tiles=8, num_warps=4, num_stages=2)
     return DecodeTile(keys=64, min_tiles=4, num_warps=4, num_stages=2)
 
 
-def prefill_tile(head_dim: int, element_size: int) -> PrefillTile:
-    """Reasoned, not measured: 64 rows per group of four warps, the height of a wgmma; float32 has no tensor cores and
-    keeps its operands in registers."""
+def prefill_tile(head_dim: int, element_size: int, *, fp8_by_hand: bool = False) -> PrefillTile:
+    """Reasoned, not measured, but for spills: 16 rows a warp, the least of an mma, and 64 for four of them, a wgmma.
+    float32 has no tensor cores and keeps its operands in registers, as do bytes that are widened by hand. The height
+    must not depend on the latter: the host cuts tiles by it."""
     if element_size == 4:
-        return PrefillTile(height=32, keys=32, num_warps=4, num_stages=2)
+        narrow = head_dim > 128
+        return PrefillTile(height=32, keys=16 if narrow else 32, num_warps=8 if narrow else 4, num_stages=2)
     if head_dim > 128:
-        return PrefillTile(height=64, keys=32, num_warps=4, num_stages=2)
+        return PrefillTile(height=64, keys=32, num_warps=8, num_stages=1 if fp8_by_hand else 2)
+    if fp8_by_hand:
+        return PrefillTile(height=128, keys=32, num_warps=8, num_stages=1)
     return PrefillTile(height=128, keys=64, num_warps=8, num_stages=2)
 
 # --- sampling_* ------------------------------------------------------------------------------------------------------
@@ -189,7 +194,7 @@ def prefill_tile(head_dim: int, element_size: int) -> PrefillTile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingShape:
-    """How a row of logits is cut. Tokens do not depend on it (their sums are integers), log-probabilities' last bits do."""
+    """How a row of logits is cut. Tokens do not depend on it (sums are integers), log-probabilities' last bits do."""
 
     chunk: int  # tokens of one program, a power of two
     num_warps: int
@@ -200,6 +205,6 @@ class SamplingShape:
         return -(-vocab_size // self.chunk)
 
 
-# Reasoned, not measured. 4096 tokens: 32 programs share a row of Llama 3's vocabulary, so that one row alone still spreads
-# over 32 multiprocessors, and 8 warps hold a chunk's logits, keys and 64-bit weights in 64 of their registers.
+# Reasoned, not measured. 4096 tokens: 32 programs share a row of Llama 3's vocabulary, so that one row alone still
+# spreads over 32 multiprocessors, and 8 warps hold a chunk's logits, keys and 64-bit weights in 64 of their registers.
 SAMPLING = SamplingShape(chunk=4096, num_warps=8, listed=256, small_warps=4)
