@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from lamina.types import SamplingParams
 from lamina.wiring.llm import LLM
@@ -34,7 +35,7 @@ def answers(demo_model: Path) -> dict[str | None, list[str]]:
     """Greedy answers of the base model and both adapters to all prompts, from one mixed batch."""
     adapters = {name: EXAMPLES / "adapters" / name for name in NAMES}
     speakers = (None, *NAMES)
-    with LLM(demo_model, adapters=adapters, dtype="float32") as llm:
+    with LLM(demo_model, adapters=adapters, dtype="float32", threads=torch.get_num_threads()) as llm:
         prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in HELD_OUT]
         outputs = llm.generate(
             prompts * len(speakers),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fixtures.oracle import Expected, Oracle, disagreement
 from fixtures.peft_adapters import write_peft_adapter
@@ -28,7 +29,17 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "rank_pattern": {"q_proj": 12, "down_proj": 24},
         "alpha_pattern": {"v_proj": 32},
     },
+    "dora-all": {"r": 8, "lora_alpha": 16, "use_dora": True, "target_modules": ALL},
+    "dora-rslora": {
+        "r": 4,
+        "lora_alpha": 2,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "rank_pattern": {"down_proj": 16},
+    },
 }
+EACH = 1 + len(ADAPTERS) + 2  # the base, the adapters above and the two examples
 TEXTS = [
     "The harbour describes several broken clocks in the morning. A quiet engineer repairs the price of bread.",
     "Write a short poem about electricity and the northern coast.",
@@ -66,13 +77,18 @@ def work(demo_model: Path, adapters: dict[str, Path]) -> list[tuple[list[int], s
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path, adapters: dict[str, Path], work: list[tuple[list[int], str | None]]) -> list[Expected]:
-    oracle = Oracle(demo_model, adapters)
+def oracle(demo_model: Path, adapters: dict[str, Path]) -> Oracle:
+    return Oracle(demo_model, adapters)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, work: list[tuple[list[int], str | None]]) -> list[Expected]:
     return [oracle.greedy(prompt, NEW_TOKENS, adapter) for prompt, adapter in work]
 
 
 def engine(model: Path, adapters: dict[str, Path], **options: Any) -> LLM:
-    return LLM(model, adapters=adapters, dtype="float32", **options)
+    # As many threads as this process was given: an engine takes all cores, but other tests may run beside this one.
+    return LLM(model, adapters=adapters, dtype="float32", threads=torch.get_num_threads(), **options)
 
 
 def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
@@ -90,13 +106,12 @@ def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Exp
 
 
 def test_the_adapters_matter(
-    expected: list[Expected], work: list[tuple[list[int], str | None]], demo_model: Path
+    oracle: Oracle, expected: list[Expected], work: list[tuple[list[int], str | None]]
 ) -> None:
     """Guards the suite itself: under every random adapter the answer soon differs from the base model's."""
-    oracle = Oracle(demo_model, {})
     same = [
         adapter
-        for (prompt, adapter), theirs in list(zip(work, expected, strict=True))[:9]
+        for (prompt, adapter), theirs in list(zip(work, expected, strict=True))[:EACH]
         if adapter in ADAPTERS and oracle.greedy(prompt, NEW_TOKENS, None).tokens == theirs.tokens
     ]
     assert not same
@@ -110,7 +125,7 @@ def plain(demo_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
 
 def test_alone(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
     """One request at a time: the base and every adapter."""
-    for item, theirs in list(zip(work, expected, strict=True))[:9]:
+    for item, theirs in list(zip(work, expected, strict=True))[:EACH]:
         check(plain, [item], [theirs])
 
 
