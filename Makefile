@@ -23,9 +23,10 @@ serve: $(RUN)  ## Install, fetch the demo model, and serve two demo tenants (ARG
 model: $(RUN)  ## Fetch the demo model into the user's cache folder
 	$(BIN)/lamina models pull $(MODEL)
 
-# Passive waits: spinning OpenMP threads starve the servers that tests start beside them.
+# Two workers of one thread each; whole files, the long ones first. Passive waits: spinning OpenMP threads starve the
+# servers that tests start beside them.
 test: lint type model  ## Everything that CI checks (ARGS: options of pytest)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(DEV)  ## Style, formatting, and which room may import which
 	$(BIN)/ruff check .
