@@ -5,6 +5,9 @@ machine code (`aot_code`) and judged twice (`aot_table`): by rules that hold for
 within the chip's, tensor cores and 16-byte loads where the case asks for them - and against the committed table, made
 by the same compiler: registers must not rise by more than a tenth, instructions must not vanish.
 
+A kernel whose text, types, constants and compiler are those of the table is not compiled again, as the same would come
+of it (`--all` does so nevertheless); rules are applied to its figures all the same.
+
 What it cannot say: whether results are right (the interpreter's tests do), and how fast the code is (`make gpu-check`).
 """
 
@@ -20,7 +23,7 @@ from pathlib import Path
 from triton import knobs
 
 from lamina_kernels.gpu.aot_code import read_all
-from lamina_kernels.gpu.aot_compile import Compiled, collect, compile_all, toolchain_of
+from lamina_kernels.gpu.aot_compile import Compiled, collect, compile_all, fingerprint, toolchain_of
 from lamina_kernels.gpu.aot_table import Table, breaches
 from lamina_kernels.gpu.aot_targets import TARGETS
 
@@ -52,8 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
     strangers = table.strangers(toolchain)
     if strangers and options.update and len(names) < len(every):
         return _refuse(f"{strangers[0]}; update all cases together")
-    compiled = _compile(options.package, [(name, target) for name in names for target in targets], options.jobs)
-    entries = read_all(compiled)
+    sources = {name: fingerprint(every[name]) for name in names}
+    known = {} if options.all else table.unchanged(sources, toolchain)
+    tasks = [(name, target) for name in names for target in targets if (name, target) not in known]
+    compiled = _compile(options.package, tasks, options.jobs)
+    entries = known | read_all(compiled)
     failures = [f"{one.case} on {one.target} does not compile: {one.error}" for one in compiled if one.error]
     for (name, target), entry in entries.items():
         failures += [f"{name} on {target} {breach}" for breach in breaches(every[name], target, entry)]
@@ -64,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         failures += table.differences(every, entries, toolchain)
         for stranger in strangers:
             print(f"warning: {stranger}: registers and instructions are not compared", file=sys.stderr)
-    return _report(failures, len(compiled))
+    return _report(failures, len(compiled), len(known))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--targets", default=",".join(TARGETS), help="chips, with commas between (%(default)s)")
     parser.add_argument("--only", default="*", metavar="PATTERN", help="cases by name, with * and ? (all)")
     parser.add_argument("--update", action="store_true", help="write what was found into the table")
+    parser.add_argument("--all", action="store_true", help="compile also what has not changed since the table")
     parser.add_argument("--jobs", type=_positive, default=_processors(), help="processes (%(default)s)")
     parser.add_argument("--table", type=Path, default=_TABLE, help="file (%(default)s)")
     parser.add_argument("--package", default="lamina_kernels.gpu", help="where kernels are looked for (%(default)s)")
@@ -107,6 +114,8 @@ def _refuse(why: str) -> int:
 
 
 def _compile(package: str, tasks: list[tuple[str, str]], jobs: int) -> list[Compiled]:
+    if not tasks:
+        return []
     started = time.perf_counter()
     compiled = []
     for one in compile_all(package, tasks, min(jobs, len(tasks))):
@@ -117,10 +126,10 @@ def _compile(package: str, tasks: list[tuple[str, str]], jobs: int) -> list[Comp
     return compiled
 
 
-def _report(failures: list[str], compiled: int) -> int:
+def _report(failures: list[str], compiled: int, known: int) -> int:
     for failure in sorted(failures):
         print(failure)
-    print(f"{compiled} compiled, {len(failures)} complaints")
+    print(f"{compiled} compiled, {known} unchanged since the table was made, {len(failures)} complaints")
     return 1 if failures else 0
 
 

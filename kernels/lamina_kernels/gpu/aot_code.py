@@ -35,6 +35,7 @@ class Entry:
     tensor_cores: tuple[str, ...]  # families of matrix instructions
     load_bytes: int  # the widest load from global memory by one thread
     code_bytes: int
+    source: str  # of what this was compiled from (`aot_compile.fingerprint`)
 
 
 def read_all(compiled: list[Compiled]) -> dict[tuple[str, str], Entry]:
@@ -63,6 +64,7 @@ def _read_nvidia(built: list[Compiled], target: Target) -> Iterator[Entry]:
             tensor_cores=tuple(sorted({family for text in instructions for family in _nvidia_tensor(text)})),
             load_bytes=max((_nvidia_load(text) for text in instructions), default=0),
             code_bytes=len(code),
+            source=one.source,
         )
 
 
@@ -159,6 +161,7 @@ def _read_amd(built: list[Compiled], target: Target) -> Iterator[Entry]:
             tensor_cores=tuple(sorted({_amd_tensor(found) for found in _AMD_MATRIX.finditer(one.assembly)})),
             load_bytes=max((_AMD_WIDTHS.get(width, 2) for width in _AMD_LOAD.findall(one.assembly)), default=0),
             code_bytes=_number(one.assembly, r"; codeLenInByte ="),
+            source=one.source,
         )
 
 

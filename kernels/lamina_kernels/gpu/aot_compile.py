@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from triton.compiler import ASTSource
 from lamina_kernels.gpu.aot_targets import TARGETS, Target
 from lamina_kernels.gpu.compile_case import CompileCase
 
-__all__ = ["Compiled", "collect", "compile_all", "compile_one", "toolchain_of"]
+__all__ = ["Compiled", "collect", "compile_all", "compile_one", "fingerprint", "toolchain_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,7 @@ class Compiled:
     case: str
     target: str
     seconds: float  # of processors, the assembler's included: what other processes do does not count
+    source: str  # `fingerprint`
     error: str = ""
     shared_bytes: int = 0
     tensor_memory_columns: int = 0
@@ -63,27 +65,40 @@ def _check(case: CompileCase) -> None:
         raise ValueError(f"{case.name}: no argument is named {unknown[0]!r}, which `divisible` lists")
 
 
-def compile_one(case: CompileCase, target: Target) -> Compiled:
-    """Compiles, or reads Triton's cache. An error is part of the answer, so that one bad case hides no other."""
-    source = ASTSource(
+def fingerprint(case: CompileCase) -> str:
+    """Of everything that the compiler is given: the kernel's text and its callees', types, constants, options."""
+    given = f"{_source(case).hash()}-{case.num_warps}-{case.num_stages}"
+    return hashlib.sha256(given.encode()).hexdigest()[:16]
+
+
+def _source(case: CompileCase) -> ASTSource:
+    return ASTSource(
         case.kernel,
         dict(case.signature),
         dict(case.constants),
         {(list(case.signature).index(name),): [["tt.divisibility", 16]] for name in case.divisible},
     )
+
+
+def compile_one(case: CompileCase, target: Target) -> Compiled:
+    """Compiles, or reads Triton's cache. An error is part of the answer, so that one bad case hides no other."""
     started = _busy()
+    source = fingerprint(case)
     try:
         built = triton.compile(
-            source,
+            _source(case),
             target=GPUTarget(target.backend, target.arch, target.warp_size),
             options={"num_warps": case.num_warps, "num_stages": case.num_stages},
         )
     except Exception as error:  # noqa: BLE001 - a compiler's, of any type
-        return Compiled(case=case.name, target=target.name, seconds=_busy() - started, error=_reason(error))
+        return Compiled(
+            case=case.name, target=target.name, seconds=_busy() - started, source=source, error=_reason(error)
+        )
     return Compiled(
         case=case.name,
         target=target.name,
         seconds=_busy() - started,
+        source=source,
         shared_bytes=built.metadata.shared,
         tensor_memory_columns=getattr(built.metadata, "tmem_size", 0) or 0,
         cubin=built.asm.get("cubin", b""),

@@ -60,6 +60,14 @@ class Table:
         self.entries = {key: entry for key, entry in self.entries.items() if key[0] in every} | dict(entries)
         self.toolchain |= toolchain
 
+    def unchanged(self, sources: Mapping[str, str], toolchain: Toolchain) -> dict[Key, Entry]:
+        """What compiling again would only repeat: made by these tools from these sources (case: fingerprint)."""
+        return {
+            (case, target): entry
+            for (case, target), entry in self.entries.items()
+            if sources.get(case) == entry.source and self.toolchain.get(target) == toolchain.get(target)
+        }
+
     def differences(self, every: Collection[str], entries: Mapping[Key, Entry], toolchain: Toolchain) -> list[str]:
         """What is worse than in this table, and where the table and the modules' cases (`every`) disagree."""
         update = "run with --update and commit the table"

@@ -16,13 +16,16 @@ import pytest
 
 pytest.importorskip("triton")
 
+from triton.runtime.jit import JITFunction
+
 import lamina_kernels.gpu
 from lamina_kernels.gpu.aot import main
 from lamina_kernels.gpu.aot_code import Entry
-from lamina_kernels.gpu.aot_compile import collect
+from lamina_kernels.gpu.aot_compile import collect, fingerprint
 from lamina_kernels.gpu.aot_table import Table, breaches, worsened
 from lamina_kernels.gpu.aot_targets import TARGETS
 from lamina_kernels.gpu.compile_case import CompileCase
+from support.toy_kernels import product
 
 TESTS = Path(__file__).parents[3]
 MODULES = list(pkgutil.iter_modules(lamina_kernels.gpu.__path__))
@@ -35,6 +38,7 @@ GOOD = Entry(
     tensor_cores=("HGMMA",),
     load_bytes=16,
     code_bytes=4096,
+    source="0123456789abcdef",
 )
 CASE = CompileCase(name="case", kernel=None, signature={}, constants={}, tensor_cores=True)
 TOOLS = {"sm_90": "triton 3.8.0, ptxas 12.9"}
@@ -67,7 +71,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Table, str]:
     done = run(folder / "cache", *arguments, "--update", TRITON_DUMP_PTXAS_LOG="1")
     assert done.returncode == 0, done.stdout + done.stderr
     again = run(folder / "cache", *arguments)
-    assert again.returncode == 0, "what --update wrote compares equal"
+    assert again.stdout == "0 compiled, 8 unchanged since the table was made, 0 complaints\n", again.stderr
+    repeated = run(folder / "cache", *arguments, "--all")
+    assert repeated.stdout == "8 compiled, 0 unchanged since the table was made, 0 complaints\n", repeated.stderr
     return Table.load(table), done.stdout
 
 
@@ -189,6 +195,24 @@ def test_cases_and_table_must_agree() -> None:
         "gone is in the table, but no module has it any more: run with --update and commit the table",
         "new on sm_90 is not in the table: run with --update and commit the table",
     ]
+
+
+def test_only_the_same_source_under_the_same_compiler_is_not_compiled_again() -> None:
+    same, other = {"case": GOOD.source}, {"case": "fedcba9876543210"}
+    table = Table(dict(TOOLS), {("case", "sm_90"): GOOD, ("gone", "sm_90"): GOOD})
+    assert table.unchanged(same, TOOLS) == {("case", "sm_90"): GOOD}
+    assert table.unchanged(other, TOOLS) == {}
+    assert table.unchanged(same, {"sm_90": "triton 3.9.0, ptxas 13.0"}) == {}
+    assert table.unchanged(same, {"gfx942": "triton 3.8.0"}) == {}, "another target is asked for"
+
+
+@pytest.mark.parametrize("change", [{"num_warps": 2}, {"num_stages": 2}, {"constants": {"TILE": 32, "STEP": 64}}])
+def test_a_source_is_all_that_the_compiler_is_given(change: dict[str, object]) -> None:
+    kernel = JITFunction(product.product.fn)  # also where the decorator made an interpreted one
+    plain = product.case("case", "bf16", 64, kernel=kernel)
+    assert fingerprint(plain) == fingerprint(dataclasses.replace(plain, name="another"))
+    assert fingerprint(plain) != fingerprint(dataclasses.replace(plain, **change))
+    assert fingerprint(plain) != fingerprint(product.case("case", "fp16", 64, kernel=kernel))
 
 
 def test_figures_of_another_compiler_are_not_compared() -> None:
