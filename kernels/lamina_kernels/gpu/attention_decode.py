@@ -29,7 +29,7 @@ from lamina_kernels.gpu.attention_pool import NO_WINDOW, AttentionShape, check_a
 from lamina_kernels.gpu.attention_tile import absorb_tile, load_tile, logits, tile_offsets
 from lamina_kernels.gpu.compile_case import CompileCase
 
-__all__ = ["SPLITS", "DecodeScratch", "compile_cases", "paged_decode"]
+__all__ = ["SPLITS", "DecodeScratch", "compile_cases", "fp8_cases", "paged_decode"]
 
 SPLITS = tuned.DECODE_SPLITS
 
@@ -215,6 +215,9 @@ def _merge_constants(shape: AttentionShape, tile: tuned.DecodeTile) -> dict[str,
     }
 
 
+_KV_NAMES = {None: "", "u8": "_fp8", "fp8e4nv": "_fp8_native"}
+
+
 def compile_cases() -> list[CompileCase]:
     """Llama-3-8B (8 KV heads, 4 queries each, dim 128) in each dtype; SmolLM2's, Gemma's and Phi's head dims; a cap."""
     llama = AttentionShape(heads=32, kv_heads=8, head_dim=128, block_size=16, layers=32)
@@ -228,6 +231,12 @@ def compile_cases() -> list[CompileCase]:
     return cases + [_merge_case(shape, dtype) for shape, dtype in ((llama, "bf16"), (llama, "fp16"), (gemma, "fp32"))]
 
 
+def fp8_cases() -> list[CompileCase]:
+    """What only chips that convert float8 can compile, so that `compile_cases` cannot hold it."""
+    llama = AttentionShape(heads=32, kv_heads=8, head_dim=128, block_size=16, layers=32)
+    return [_decode_case(llama, "bf16", kv="fp8e4nv")]
+
+
 def _decode_case(shape: AttentionShape, dtype: str, *, kv: str | None = None, capped: bool = False) -> CompileCase:
     tile = tuned.decode_tile(shape.head_dim, 4 if dtype == "fp32" else 2)
     constants = _decode_constants(shape, tile, capped)
@@ -237,7 +246,7 @@ def _decode_case(shape: AttentionShape, dtype: str, *, kv: str | None = None, ca
     signature |= dict.fromkeys(("layer", "layers", "window", "q_stride", "table_stride"), "i32")
     signature |= dict.fromkeys(("factor", "cap"), "fp32") | dict.fromkeys(constants, "constexpr")
     return CompileCase(
-        name=f"attention_decode/d{shape.head_dim}{'_capped' if capped else ''}{'_fp8' if kv else ''}/{dtype}",
+        name=f"attention_decode/d{shape.head_dim}{'_capped' if capped else ''}{_KV_NAMES[kv]}/{dtype}",
         kernel=_decode_kernel,
         signature=signature,
         constants=constants if kv else constants | {"kv_scales": None},

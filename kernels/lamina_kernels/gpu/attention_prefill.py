@@ -34,7 +34,7 @@ from lamina_kernels.gpu.attention_pool import NO_WINDOW, AttentionShape, check_a
 from lamina_kernels.gpu.attention_tile import absorb_tile, load_tile, logits, tile_offsets
 from lamina_kernels.gpu.compile_case import CompileCase
 
-__all__ = ["build_prefill_tiles", "compile_cases", "paged_prefill", "prefill_tile_rows"]
+__all__ = ["build_prefill_tiles", "compile_cases", "fp8_cases", "paged_prefill", "prefill_tile_rows"]
 
 
 def prefill_tile_rows(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -182,6 +182,9 @@ def _constants(shape: AttentionShape, tile: tuned.PrefillTile, *, windowed: bool
     }
 
 
+_KV_NAMES = {None: "", "u8": "_fp8", "fp8e4nv": "_fp8_native"}
+
+
 def compile_cases() -> list[CompileCase]:
     """Llama-3-8B (8 KV heads, 4 queries each, dim 128) in each dtype; SmolLM2's, Gemma's and Phi's head dims; a cap."""
     llama = AttentionShape(heads=32, kv_heads=8, head_dim=128, block_size=16, layers=32)
@@ -194,6 +197,12 @@ def compile_cases() -> list[CompileCase]:
     return cases
 
 
+def fp8_cases() -> list[CompileCase]:
+    """What only chips that convert float8 can compile, so that `compile_cases` cannot hold it."""
+    llama = AttentionShape(heads=32, kv_heads=8, head_dim=128, block_size=16, layers=32)
+    return [_case(llama, "bf16", kv="fp8e4nv")]
+
+
 def _case(shape: AttentionShape, dtype: str, *, kv: str | None = None, gemma_like: bool = False) -> CompileCase:
     tile = tuned.prefill_tile(shape.head_dim, 4 if dtype == "fp32" else 2, fp8_by_hand=kv == "u8")
     constants = _constants(shape, tile, windowed=gemma_like, capped=gemma_like)
@@ -202,7 +211,7 @@ def _case(shape: AttentionShape, dtype: str, *, kv: str | None = None, gemma_lik
     signature |= dict.fromkeys(("layer", "layers", "window", "q_stride", "table_stride", "out_stride"), "i32")
     signature |= dict.fromkeys(("factor", "cap"), "fp32") | dict.fromkeys(constants, "constexpr")
     return CompileCase(
-        name=f"attention_prefill/d{shape.head_dim}{'_gemma' if gemma_like else ''}{'_fp8' if kv else ''}/{dtype}",
+        name=f"attention_prefill/d{shape.head_dim}{'_gemma' if gemma_like else ''}{_KV_NAMES[kv]}/{dtype}",
         kernel=_prefill_kernel,
         signature=signature,
         constants=constants if kv else constants | {"kv_scales": None},

@@ -7,8 +7,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from lamina_kernels.gpu import tuned
 from lamina_kernels.gpu.attention_decode import SPLITS, DecodeScratch, paged_decode
+from lamina_kernels.gpu.attention_tile import widen_fp8
 from support.kernel_numbers import DEVICE, DTYPES
 from support.paged_attention import LAYER, Paged, assert_near, decode, decode_reference, queries
 
@@ -64,6 +68,19 @@ def test_soft_cap(softcap: float, dtype: torch.dtype) -> None:
     q = queries(1, 2, 64, dtype) * 10
     got, wanted = (f(paged, q, scale=2.0, softcap=softcap, window=20) for f in (decode, decode_reference))
     assert_near(got, wanted, factor=3)
+
+
+@triton.jit
+def _widen_all(codes, halves):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, 256)
+    tl.store(halves + i, widen_fp8(tl.load(codes + i)))
+
+
+def test_every_fp8_code_is_widened_exactly() -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    halves = torch.empty(256, dtype=torch.float16, device=DEVICE)
+    _widen_all[(1,)](codes, halves)
+    torch.testing.assert_close(halves, codes.view(torch.float8_e4m3fn).half(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
