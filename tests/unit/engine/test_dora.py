@@ -11,7 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fixtures.engines import TARGETS, TINY, drive, publish_adapter, request, tiny_config, tiny_core, write_adapter
+from fixtures.engines import (
+    DEVICE,
+    TARGETS,
+    TINY,
+    drive,
+    publish_adapter,
+    request,
+    tiny_config,
+    tiny_core,
+    write_adapter,
+)
 from lamina.config import EngineConfig
 from lamina.engine.core import EngineCore
 from lamina.errors import ConfigurationInvalid
@@ -23,7 +33,8 @@ from lamina.wiring.backends import Backend, TorchBackend
 from lamina.wiring.core import assemble
 from lamina_lora.geometry import BaseGeometry
 
-FIELDS = TINY | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # q, k and v have biases
+BIASED = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}  # q, k and v have biases
+FIELDS = TINY | BIASED
 CPU = torch.device("cpu")
 PROMPTS = [[1, 2, 3, 4, 5], [7, 7, 7], [9, 30, 31, 32], [100, 3], [1, 2, 3, 4, 5]]
 Tensors = dict[str, Tensor]
@@ -58,7 +69,7 @@ def write_dora(folder: Path, seed: int, fields: dict[str, Any] = FIELDS) -> Path
     return folder
 
 
-def merged(weights: Tensors, adapter: Path, layers: int = 2) -> Tensors:
+def merged(weights: Tensors, adapter: Path, layers: int) -> Tensors:
     """The base with the adapter in it for good, by DoRA's definition; its scaling is 1."""
     changed, tensors = dict(weights), load_file(adapter / "adapter_model.safetensors")
     for layer in range(layers):
@@ -72,20 +83,21 @@ def merged(weights: Tensors, adapter: Path, layers: int = 2) -> Tensors:
     return changed
 
 
-def core_of(folder: Path, store: Path, backend: Backend) -> EngineCore:
-    config = EngineConfig(model=folder, adapters=store, num_blocks=64, max_batch_tokens=64, max_running=8)
+def core_of(folder: Path, store: Path, backend: Backend, **options: Any) -> EngineCore:
+    small = {"num_blocks": 64, "max_batch_tokens": 32, "max_running": 4, "adapter_bytes": 1 << 20, "max_lora_rank": 8}
+    config = EngineConfig(model=folder, adapters=store, **(small | options))
     model = load_model(folder, dtype=torch.float32, device=CPU, ops=backend.ops)
     base = StoredWeights(folder, torch.float32)
     return assemble(model, config, digest="tiny", dtype=torch.float32, device=CPU, backend=backend, base=base)
 
 
-def check_mixed(tmp_path: Path, backend: Backend, fields: dict[str, Any], tokens: int) -> None:
+def check_mixed(tmp_path: Path, backend: Backend, fields: dict[str, Any], tokens: int, **options: Any) -> None:
     """Two DoRA adapters, a plain one and the base in one batch; DoRA's answers are the merged models'."""
     weights, store = random_weights(fields), tmp_path / "store"
     dora = [write_dora(tmp_path / f"dora-{seed}", seed, fields) for seed in (1, 2)]
     plain = write_adapter(tmp_path / "plain", rank=3, seed=3, fields=fields)
     digests = [None, *(publish_adapter(store, folder, fields=fields) for folder in (*dora, plain))]
-    core = core_of(write_model(tmp_path / "base", weights, fields), store, backend)
+    core = core_of(write_model(tmp_path / "base", weights, fields), store, backend, **options)
     wanted = [1, 2, 0, 3, 1]
     requests = [
         request(f"r{i}", prompt, adapter=digests[who], max_tokens=tokens)
@@ -95,7 +107,8 @@ def check_mixed(tmp_path: Path, backend: Backend, fields: dict[str, Any], tokens
     core.close()
     assert len({tuple(together[f"r{i}", 0]) for i in (0, 1, 2, 3)}) == 4
     for number, adapter in enumerate(dora, start=1):
-        folder = write_model(tmp_path / f"merged-{number}", merged(weights, adapter), fields)
+        changed = merged(weights, adapter, fields["num_hidden_layers"])
+        folder = write_model(tmp_path / f"merged-{number}", changed, fields)
         alone = core_of(folder, store, TorchBackend())
         mine = [i for i, who in enumerate(wanted) if who == number]
         want, _ = drive(alone, [request(f"r{i}", PROMPTS[i], max_tokens=tokens) for i in mine])
@@ -106,6 +119,18 @@ def check_mixed(tmp_path: Path, backend: Backend, fields: dict[str, Any], tokens
 def test_dora_beside_plain_adapters_and_the_base(tmp_path: Path) -> None:
     """On the CPU's own kernels, with biases in q, k and v."""
     check_mixed(tmp_path, TorchBackend(), FIELDS, tokens=12)
+
+
+@pytest.mark.parametrize("plan", ["overlapped", "fused"])
+def test_dora_on_triton_kernels(tmp_path: Path, plan: str) -> None:
+    """The same, interpreted, prefill and decode."""
+    pytest.importorskip("triton")
+    from lamina.engine.adapter_stream import InlineLane
+    from lamina.engine.graphs import NoGraphs
+    from lamina.wiring.triton_backend import TritonBackend
+
+    backend = TritonBackend(graphs=NoGraphs(), copies=InlineLane(), beside=InlineLane())
+    check_mixed(tmp_path, backend, DEVICE | BIASED | {"num_hidden_layers": 1}, tokens=3, lora_plan=plan)
 
 
 def test_without_base_weights_the_request_fails(tmp_path: Path) -> None:
