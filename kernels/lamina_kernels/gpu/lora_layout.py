@@ -1,14 +1,15 @@
 """How adapters lie in device memory, as the LoRA kernels read them.
 
-One flat *pool* holds every adapter's A and B in the computing type, each row padded to 16 bytes; a *table* says, per site
-and slot, where they are. Kernels read the table at run time, so a captured CUDA graph stays valid when an adapter comes,
-goes or moves: only the table's numbers change.
+One flat *pool* holds every adapter's A and B in the computing type, each row padded to 16 bytes; a *table* says, per
+site and slot, where they are. Kernels read the table at run time, so a captured CUDA graph stays valid when an adapter
+comes, goes or moves: only the table's numbers change.
 
     table[site, slot] = | A | R | B0 r0 h0 g0 | B1 r1 h1 g1 | B2 r2 h2 g2 | . . |      int64, FIELDS of them
 
-A: offset of A [R, in]; R: its rows, 0 if the slot changes nothing here. For each slice s of the fused site: Bs, offset of
-B_s [r_s, width_s]; r_s, its rank (0: slice unchanged); h_s, the first of A's rows that belong to it; g_s, offset of its DoRA
-gains [width_s] in a float32 pool of their own, or -1. Offsets count elements; those into the pool are multiples of ALIGN.
+A: offset of A [R, in]; R: its rows, 0 if the slot changes nothing here. For each slice s of the fused site: Bs, offset
+of B_s [r_s, width_s]; r_s, its rank (0: slice unchanged); h_s, the first of A's rows that belong to it; g_s, offset of
+its DoRA gains [width_s] float32 in the same pool seen as float32, or -1. Offsets count elements; A's and B's are
+multiples of ALIGN.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ LORA_EXPAND_DECODE = ExpandShape(
     block_columns_fp32=128,
     num_warps=4,
 )
-# Reasoned, not measured. Each block of columns reads every plane of its ranks again, so blocks should be wide; at 8 warps
-# and 128 columns two programs still fit into a multiprocessor's registers (128 each), at 256 columns only one (238).
+# Reasoned, not measured. Each block of columns reads every plane of its ranks again, so blocks should be wide; at 8
+# warps and 128 columns two programs still fit into a multiprocessor's registers (128 each), at 256 only one (238).
 LORA_EXPAND_PREFILL = ExpandShape(
     rows=PREFILL_ROWS,
     block_rank=32,
