@@ -13,10 +13,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import psutil
 import pytest
+
+from fixtures.gateway import zipped
+from fixtures.oracle import Oracle
+from fixtures.peft_adapters import write_peft_adapter
+from lamina.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.model
 
@@ -107,3 +113,22 @@ def test_tenants_see_their_own_adapters_only(demo: Demo) -> None:
     assert {model.id for model in globex.models.list()} == {BASE, "harbour-pilot"}
     with pytest.raises(openai.NotFoundError):
         ask(acme, "harbour-pilot")
+
+
+def test_an_uploaded_dora_adapter_answers_as_in_peft(demo: Demo, demo_model: Path, tmp_path: Path) -> None:
+    """Through the Files API into the running engine, which measures it against the model's own weights."""
+    targets = ["q_proj", "o_proj", "up_proj", "down_proj"]
+    folder = write_peft_adapter(
+        demo_model, tmp_path / "dora", seed=5, r=4, lora_alpha=8, use_dora=True, target_modules=targets
+    )
+    files = {name: (folder / name).read_bytes() for name in ("adapter_config.json", "adapter_model.safetensors")}
+    client, tokenizer = demo.client("acme"), Tokenizer.from_folder(demo_model)
+    purpose: Any = "adapter"
+    file = client.files.create(file=("dora.zip", zipped(files)), purpose=purpose)
+    prompt = tokenizer.encode("The ferry to Oslo leaves at nine.")
+    answer = client.completions.create(
+        model="dora", prompt=prompt, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+    )
+    client.files.delete(file.id)
+    expected = Oracle(demo_model, {"dora": folder}).greedy(prompt, 12, "dora")
+    assert answer.choices[0].text == tokenizer.decode(expected.tokens)
