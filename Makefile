@@ -47,7 +47,7 @@ gpu-check: $(DEV)  ## Every kernel and the engine on this machine's GPU, under 8
 	$(BIN)/python benchmarks/gpu_check.py $(ARGS)
 
 kernels-table: $(DEV)  ## Compile every kernel for four chips and write the table that CI compares with
-	$(BIN)/python -m lamina_kernels.gpu.aot --update $(ARGS)
+	env -u TRITON_INTERPRET $(BIN)/python -m lamina_kernels.gpu.aot --update --all $(ARGS)
 
 clean:  ## Remove everything that was made here; the user's cache and data folders stay
 	rm -rf .venv dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

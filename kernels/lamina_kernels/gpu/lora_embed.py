@@ -17,7 +17,7 @@ from torch import Tensor
 from lamina_kernels.gpu.compile_case import CompileCase
 from lamina_kernels.gpu.lora_checks import check_pool
 from lamina_kernels.gpu.lora_layout import ALIGN, FIELDS
-from lamina_kernels.gpu.tuned import DECODE_ROWS, LORA_EMBED_RANK, LORA_EMBED_WARPS, PREFILL_ROWS
+from lamina_kernels.gpu.tuned import DECODE_ROWS, LORA_EMBED_RANK, PREFILL_ROWS, lora_embed_warps
 
 __all__ = ["compile_cases", "embed_shrink"]
 
@@ -84,7 +84,7 @@ def embed_shrink(
         vocab,
         planes.stride(1),
         **_constants(tile_rows),
-        num_warps=LORA_EMBED_WARPS,
+        num_warps=lora_embed_warps(tile_rows),
     )
 
 
@@ -110,5 +110,5 @@ def _case(name: str, dtype: str, rows: int) -> CompileCase:
         signature={**pointers, "vocab": "i32", "row_stride": "i32", **dict.fromkeys(constants, "constexpr")},
         constants=constants,
         divisible=(*pointers, "vocab", "row_stride"),
-        num_warps=LORA_EMBED_WARPS,
+        num_warps=lora_embed_warps(rows),
     )

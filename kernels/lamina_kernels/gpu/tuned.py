@@ -103,7 +103,12 @@ LORA_EXPAND_PREFILL = ExpandShape(
     num_warps=8,
 )
 LORA_EMBED_RANK = 64  # reasoned: one gathered row is 16 to 512 bytes
-LORA_EMBED_WARPS = 4  # reasoned
+
+
+def lora_embed_warps(tile_rows: int) -> int:
+    """Reasoned: a decode tile is 16 rows of 64 ranks, which 4 wide waves of gfx942 would load 8 bytes at a time."""
+    return 2 if tile_rows == DECODE_ROWS else 4
+
 
 # --- The rest of a step: norm, gated, rotate_write, blocks. All of it reasoned, not measured. ------------------------
 
@@ -188,6 +193,7 @@ def prefill_tile(head_dim: int, element_size: int, *, fp8_by_hand: bool = False)
     if fp8_by_hand:
         return PrefillTile(height=128, keys=32, num_warps=8, num_stages=1)
     return PrefillTile(height=128, keys=64, num_warps=8, num_stages=2)
+
 
 # --- sampling_* ------------------------------------------------------------------------------------------------------
 
