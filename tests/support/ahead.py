@@ -61,6 +61,9 @@ class AheadSampler:
             self._last[self._seats[state]] = max(outcome.token_id, 0)
         return _Late(outcomes)
 
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
+
     def placeholder(self, state: SamplingState) -> int:
         return -1 - self._seats[state]
 
@@ -75,6 +78,9 @@ class AheadSampler:
 class _FedRunner:
     def __init__(self, runner: Runner, sampler: AheadSampler) -> None:
         self._runner, self._sampler = runner, sampler
+
+    def warm_up(self) -> None:
+        self._runner.warm_up()
 
     def forward(self, batch: Batch) -> Tensor:
         return self._runner.forward(replace(batch, token_ids=self._sampler.feed(batch.token_ids)))

@@ -103,9 +103,9 @@ class Placement:
     def nbytes(self) -> int:
         return self.elements * self.itemsize
 
-    def rows_at(self, start: int) -> Tensor:
+    def rows_at(self, start: int, sites: slice = slice(None)) -> Tensor:
         """Rows for the table when the adapter lies at element `start`, a multiple of ALIGN; a new tensor."""
-        rows = self.rows.clone()
+        rows = self.rows[sites].clone()
         rows[:, _WEIGHTS] += start * (rows[:, _RANK, None] > 0)
         gains = rows[:, _GAINS]
         rows[:, _GAINS] = torch.where(gains < 0, -1, gains + start * self.itemsize // 4)

@@ -132,7 +132,8 @@ class LoraPool:
             for slot, resident in self._residents.items():
                 if resident.start in targets:
                     resident.start = targets[resident.start]
-                    self._publish(slot, resident, range(len(self.layout.sites)))
+                    for sites in resident.copied:
+                        self._publish(slot, resident, sites)
 
     def check_integrity(self) -> None:
         """Raises PoolCorrupt unless extents, slots and table agree. Waits for the device: for tests and idle times."""
@@ -169,8 +170,8 @@ class LoraPool:
             self.weights[piece.target : piece.target + piece.length].copy_(source)
 
     def _publish(self, slot: int, resident: _Resident, sites: range) -> None:
-        """Sends these sites' rows of the slot to the device's table."""
-        rows = resident.column()[sites.start : sites.stop]
+        """Sends these sites' rows of the slot, which are copied, to the device's table."""
+        rows = resident.placement.rows_at(resident.start or 0, slice(sites.start, sites.stop))
         # Pinned memory comes from torch's pool, which does not hand it out again before the copy is done.
         source = rows.pin_memory() if self.table.is_cuda else rows
         self.table[sites.start : sites.stop, slot].copy_(source, non_blocking=True)
@@ -192,5 +193,7 @@ class _Order:
         stream = torch.cuda.current_stream(self._device)
         if self._last is not None:
             stream.wait_event(self._last)
-        yield
-        self._last = stream.record_event()
+        try:
+            yield
+        finally:
+            self._last = stream.record_event()

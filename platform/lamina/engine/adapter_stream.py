@@ -6,7 +6,7 @@ adapter begins when its first layer has arrived.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -81,8 +81,15 @@ class AdapterStream:
         return self._table.prepare(weights)
 
     def put(self, slot: int, prepared: PreparedLora) -> None:
-        """Launches the copies of all layers; errors leave the slot as it was."""
+        """Launches the copies of all layers; errors leave the slot empty."""
         layers = self._table.load_layers(slot, prepared)
+        try:
+            self._arriving[slot] = self._launch(layers)
+        except BaseException:
+            self._table.drop(slot)
+            raise
+
+    def _launch(self, layers: Iterator[range]) -> list[tuple[range, Mark]]:
         self._lane.open()
         marks: list[tuple[range, Mark]] = []
         sites: range | None = range(0)
@@ -94,25 +101,23 @@ class AdapterStream:
         while True:
             mark = self._lane.run(advance)
             if sites is None:
-                break
+                return marks
             marks.append((sites, mark))
-        self._arriving[slot] = marks
 
     def drop(self, slot: int) -> None:
         """The room may be given away at once: whatever is copied there later comes after this adapter's copies."""
-        self.await_sites()
+        self.await_slots((slot,))
         self._table.drop(slot)
 
-    def await_site(self, site: int) -> None:
-        """Lets what is launched next wait for every adapter's weights at one site."""
-        for marks in self._arriving.values():
-            for sites, mark in marks:
+    def await_site(self, site: int, slots: Iterable[int]) -> None:
+        """Lets what is launched next wait for the weights of these slots at one site."""
+        for slot in slots:
+            for sites, mark in self._arriving.get(slot, ()):
                 if site in sites:
                     mark()
 
-    def await_sites(self) -> None:
-        """Lets what is launched next wait for all that was put so far."""
-        for marks in self._arriving.values():
-            for _, mark in marks[-1:]:
+    def await_slots(self, slots: Iterable[int]) -> None:
+        """Lets what is launched next wait for all of these slots' weights, which have arrived from then on."""
+        for slot in slots:
+            for _, mark in self._arriving.pop(slot, [])[-1:]:
                 mark()
-        self._arriving.clear()

@@ -46,7 +46,7 @@ class Batch:
     positions: Ints  # [T]
     spans: tuple[Span, ...]  # one per chunk
     segments: tuple[Segment, ...]  # rows by adapter slot; rows outside are base rows; none crosses `decode_rows`
-    copies: tuple[CopyOnWrite, ...]
+    copies: tuple[CopyOnWrite, ...]  # in the plan's order: a source may be a later target
     fresh: tuple[int, ...]  # newly allocated blocks, to be cleared
     logit_rows: Ints  # [R] into the T rows
     sampled: tuple[Chunk, ...]  # the R chunks that those rows end
@@ -73,7 +73,7 @@ def build_batch(plan: StepPlan) -> Batch:
             for first, chunk in zip(starts, chunks, strict=True)
         ),
         segments=tuple(_segments(chunks, starts, ends)),
-        copies=tuple(chunk.copy for chunk in chunks if chunk.copy is not None),
+        copies=tuple(chunk.copy for chunk in plan.chunks if chunk.copy is not None),
         fresh=tuple(block for chunk in chunks for block in chunk.fresh),
         logit_rows=np.array(last, dtype=np.int64),
         sampled=tuple(chunk for chunk in chunks if chunk.samples),

@@ -81,6 +81,11 @@ class EngineCore:
         self._step_seconds = 0.0
         self._arrivals = 0
 
+    def warm_up(self) -> None:
+        """Compiles and captures what steps need; may take minutes on a GPU. Before the first request."""
+        self._runner.warm_up()
+        self._sampler.warm_up()
+
     # --- inbox --------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest) -> None:
@@ -234,7 +239,7 @@ class EngineCore:
             families = [[chunk.choice, *self._siblings(chunk.choice)] for chunk in batch.sampled]
             states = [choice.sampling for family in families for choice in family]
             draws = self._sampler.launch(_rows(logits, families), states)
-        except (RuntimeError, ValueError, IndexError, MemoryError) as error:
+        except (RuntimeError, ValueError, TypeError, LookupError, MemoryError) as error:
             self._crash(plan, error)
             return None
         flight = Flight(plan, families, draws, ahead=self._sampler.runs_ahead and all(len(f) == 1 for f in families))
@@ -253,6 +258,8 @@ class EngineCore:
             self._crash(flight.plan, error)
             return
         for family in sampled:
+            if family[0][0].status is ChoiceStatus.FINISHED:
+                continue  # and with it, siblings that were to be born here
             for child, _ in family[1:]:
                 self.scheduler.fork(family[0][0], child)
             for choice, token in family:
@@ -260,9 +267,17 @@ class EngineCore:
                     self._accept(choice, token)
 
     def _crash(self, plan: StepPlan, error: Exception) -> None:
+        """Ends the requests of a failed step and forgets what it was to compute.
+
+        An error of the device itself is passed on: no later step could succeed, so the process has to end and be
+        started again. Running out of memory is not one.
+        """
+        if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+            raise error
         _log.error("a forward pass over %d chunks failed", len(plan.chunks), exc_info=error)
         failure = EngineFailure(EngineInternal.code, f"The engine failed on this request: {error}")
         for chunk in plan.chunks:
+            self.scheduler.kv.forget(chunk.choice.chain.ids)
             if chunk.choice.status is not ChoiceStatus.FINISHED:
                 self._fail(chunk.choice, failure)
 
@@ -400,5 +415,5 @@ def _rows(logits: Tensor, families: Sequence[Sequence[Choice]]) -> Tensor:
     """One row per choice: siblings draw their first tokens from the same row. logits [families, V] -> [choices, V]."""
     if all(len(family) == 1 for family in families):
         return logits
-    rows = [row for row, family in enumerate(families) for _ in family]
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    # Views, because a list of indexes would have to be copied to the device, which waits for it.
+    return torch.cat([logits[row : row + 1].expand(len(family), -1) for row, family in enumerate(families)])

@@ -8,7 +8,7 @@ for one that a CUDA graph has captured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from lamina.engine.batch import Batch, Span
 from lamina_kernels.gpu.attention_prefill import build_prefill_tiles
 from lamina_kernels.gpu.lora_tiles import DECODE_ROWS, PREFILL_ROWS, LoraTiles, build_tiles
 
-__all__ = ["StepInputs", "StepShape", "upload"]
+__all__ = ["FixedInputs", "HostInputs", "StepInputs", "StepShape", "padding_inputs", "upload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class HostInputs:
             if span.row >= batch.decode_rows
         ]
         split = [segment for segment in batch.segments if segment.start < batch.decode_rows]
+        self.slots = frozenset(segment.slot for segment in batch.segments)
         capacity = None if rows is None else rows
-        self.has_lora = bool(batch.segments)
         self.ints = (
             _padded(contexts, pad, 0),
             build_prefill_tiles(spans, shape.prefill_rows),
@@ -87,7 +87,15 @@ class HostInputs:
         """New tensors, exactly as large as the step."""
         longs = _split(upload(_pack(self.longs), device), self.longs)
         ints = _split(upload(_pack(self.ints), device), self.ints)
-        return _inputs(self.decode_rows, longs, ints, upload(self.tables, device), self.has_lora)
+        return _inputs(self.decode_rows, longs, ints, upload(self.tables, device), bool(self.slots))
+
+
+def padding_inputs(rows: int, max_blocks: int, *, lora: bool, device: torch.device) -> StepInputs:
+    """A prefill step whose rows and tiles are all padding: it launches everything and computes nothing."""
+    inputs = FixedInputs(rows, max_blocks, lora=lora, device=device).inputs
+    unused = torch.full((1, 4), -1, dtype=torch.int32, device=device)
+    tiles = None if inputs.lora is None else LoraTiles(decode=inputs.lora.decode, prefill=unused[:, :3].contiguous())
+    return replace(inputs, prefill_tiles=unused, lora=tiles)
 
 
 class FixedInputs:
@@ -147,10 +155,21 @@ def _tables(spans: Sequence[Span]) -> NDArray[np.int32]:
     return tables
 
 
+_ALIGN = 16  # bytes: kernels are compiled for pointers that are multiples of it, and anew for one that is not
+
+
 def _pack(fields: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
-    return np.concatenate([field.reshape(-1) for field in fields])
+    pieces = []
+    for field in fields:
+        pieces += [field.reshape(-1), np.zeros(_gap(field), dtype=field.dtype)]
+    return np.concatenate(pieces)
+
+
+def _gap(field: NDArray[np.generic]) -> int:
+    """Elements that follow a field so that the next one is aligned."""
+    return -field.size % (_ALIGN // field.itemsize)
 
 
 def _split(packed: Tensor, fields: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-    pieces = packed.split([field.size for field in fields])
-    return [piece.view(field.shape) for piece, field in zip(pieces, fields, strict=True)]
+    pieces = packed.split([field.size + _gap(field) for field in fields])
+    return [piece[: field.size].view(field.shape) for piece, field in zip(pieces, fields, strict=True)]

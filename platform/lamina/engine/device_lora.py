@@ -94,6 +94,12 @@ class DeviceLora:
         self._slots = slots
         self._tiles: LoraTiles | None = None
         self._plan = self.plans[-1]
+        self._in_step: frozenset[int] = frozenset()
+
+    @property
+    def decode_plans(self) -> tuple[Projections, ...]:
+        """Those that a step of decode rows alone can get: the last is for the others, unless it is the only one."""
+        return self.plans[:-1] or self.plans
 
     def choose(self, segments: Sequence[Segment], decode_rows: int) -> Projections | None:
         """The plan for a step; None without adapters. Raises SlotEmpty for a slot without an acquired adapter."""
@@ -102,13 +108,14 @@ class DeviceLora:
             return None
         return next(plan for plan in self.plans if plan.covers(segments, decode_rows))
 
-    def begin(self, tiles: LoraTiles, plan: Projections) -> DeviceLora:
-        self._tiles, self._plan = tiles, plan
+    def begin(self, tiles: LoraTiles, plan: Projections, slots: frozenset[int] = frozenset()) -> DeviceLora:
+        """`slots`: those whose adapters may still be on their way while the step runs."""
+        self._tiles, self._plan, self._in_step = tiles, plan, slots
         return self
 
-    def wait(self) -> None:
-        """Lets all that follows wait for the adapters on their way: a captured graph cannot wait layer by layer."""
-        self._stream.await_sites()
+    def wait(self, slots: frozenset[int]) -> None:
+        """Lets all that follows wait for the adapters of a step: a captured graph cannot wait layer by layer."""
+        self._stream.await_slots(slots)
 
     def project(self, layer: int, site: str, x: Tensor, linear: Linear) -> Tensor:
         """See `LoraApply`. Raises RuntimeError before `begin`."""
@@ -116,5 +123,5 @@ class DeviceLora:
             raise RuntimeError("begin() must set the step's tiles first")
         number = site_index(layer, site)
         if site == _FIRST_SITE:  # a layer's sites arrive together
-            self._stream.await_site(number)
+            self._stream.await_site(number, self._in_step)
         return self._plan.project(number, self._tiles, x, linear)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
 from lamina.engine.batch import Batch
 from lamina.engine.device_attention import DeviceAttention
-from lamina.engine.device_inputs import FixedInputs, HostInputs, StepInputs, StepShape, upload
+from lamina.engine.device_inputs import FixedInputs, HostInputs, StepInputs, StepShape, padding_inputs, upload
 from lamina.engine.device_lora import DeviceLora, Projections
 from lamina.engine.graphs import Graphs
 from lamina.engine.pool import BlockPool
@@ -75,41 +76,59 @@ class DeviceRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [R, vocabulary] float32, valid until the next call."""
+        """Logits [R, vocabulary] float32. RuntimeError for a kernel that does not compile."""
+        try:
+            return self._forward(batch)
+        except TritonError as error:
+            raise RuntimeError(f"a kernel could not be compiled: {error}") from error
+
+    def _forward(self, batch: Batch) -> Tensor:
         plan = self._lora.choose(batch.segments, batch.decode_rows)
         self._tidy(batch)
         rows = batch.num_tokens
         if batch.decode_rows == rows == len(batch.logit_rows) and rows <= self._buckets[-1]:
             bucket = next(bucket for bucket in self._buckets if bucket >= rows)
-            return self._replay(bucket, HostInputs(batch, self._shape, bucket), plan)[:rows]
-        return self._run(HostInputs(batch, self._shape).to_device(self._pool.data.device), plan)
+            hidden = self._replay(bucket, HostInputs(batch, self._shape, bucket), plan)[:rows]
+        else:
+            host = HostInputs(batch, self._shape)
+            hidden = self._run(host.to_device(self._pool.data.device), plan, host.slots)
+            self._lora.wait(host.slots)  # they have been waited for layer by layer
+        return self._model.logits(hidden)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures every graph, largest first, so that they share memory and no request waits for a capture."""
+        """Captures every graph, largest first, so that they share memory, and compiles what prefill needs."""
+        device = self._pool.data.device
+        for plan in (None, self._lora.plans[-1]):
+            inputs = padding_inputs(self._buckets[-1], self._max_blocks, lora=plan is not None, device=device)
+            self._model.logits(self._run(inputs, plan))
         for bucket in reversed(self._buckets):
-            for plan in (None, *self._lora.plans):
-                self._capture(bucket, plan)
+            for decode_plan in (None, *self._lora.decode_plans):
+                self._capture(bucket, decode_plan)
 
     def _replay(self, bucket: int, host: HostInputs, plan: Projections | None) -> Tensor:
-        self._lora.wait()
+        self._lora.wait(host.slots)
         captured = self._captured.get((bucket, _name(plan))) or self._capture(bucket, plan)
         captured.fixed.fill(host)
         return captured.replay()
 
     def _capture(self, bucket: int, plan: Projections | None) -> _Captured:
-        """Padding alone runs while it is captured: nothing is written, no adapter is read."""
+        """Padding alone runs while it is captured: nothing is written, no adapter is read.
+
+        The head stays outside: its logits would be kept for every graph, and are many times larger than all the rest.
+        """
         fixed = FixedInputs(bucket, self._max_blocks, lora=plan is not None, device=self._pool.data.device)
         captured = _Captured(fixed, self._graphs.capture(lambda: self._run(fixed.inputs, plan)))
         self._captured[bucket, _name(plan)] = captured
         return captured
 
-    def _run(self, inputs: StepInputs, plan: Projections | None) -> Tensor:
+    def _run(self, inputs: StepInputs, plan: Projections | None, slots: frozenset[int] = frozenset()) -> Tensor:
+        """The hidden states [R, hidden size] of the logit rows."""
         self._attention.begin(inputs)
-        lora = None if plan is None or inputs.lora is None else self._lora.begin(inputs.lora, plan)
+        lora = None if plan is None or inputs.lora is None else self._lora.begin(inputs.lora, plan, slots)
         tokens = self._feed(inputs.token_ids)
         hidden = self._model.forward(tokens, inputs.positions, self._attention, lora)
-        return self._model.logits(hidden.index_select(0, inputs.logit_rows))
+        return hidden.index_select(0, inputs.logit_rows)
 
     def _tidy(self, batch: Batch) -> None:
         """Copies on write, then clears new blocks: a copy's source may have been given away in the same plan."""

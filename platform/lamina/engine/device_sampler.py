@@ -19,10 +19,11 @@ from lamina.engine.sampling_state import SamplingState
 from lamina.types import TokenLogprob
 from lamina_kernels.gpu.sampling import SampledRows, sample
 from lamina_kernels.gpu.sampling_rows import ALL_MASKED, NOT_FINITE
-from lamina_kernels.gpu.sampling_seats import SamplingNeeds, SeatParams, SeatState
+from lamina_kernels.gpu.sampling_seats import MAX_TOP, SamplingNeeds, SeatParams, SeatState
 
 __all__ = ["DeviceSampler", "Pending"]
 
+_TOPS = (-1, 0, 1, 8, 20, MAX_TOP)  # alternatives that kernels are compiled for; the host takes what was asked for
 _FAILURES = {
     NOT_FINITE: "The model returned logits that are not finite numbers.",
     ALL_MASKED: "No token is left to choose: min_tokens forbids every token that the model allows.",
@@ -104,12 +105,23 @@ class DeviceSampler:
         self._check(logits, states)
         seats = [self._seat_of(state) for state in states]
         needs = reduce(or_, (self._seats[seat].needs for seat in seats), SamplingNeeds())
+        needs = replace(needs, top=next(top for top in _TOPS if top >= needs.top))
         there = torch.tensor(seats, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         there = there.to(self.device, non_blocking=True)
         rows = sample(logits.detach().float().contiguous(), there, self._state, needs)
         for seat in seats:
             self._seats[seat].position += 1
         return Pending(rows, [state.params.logprobs for state in states])
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Launches every kind of draw once, for nobody."""
+        logits = torch.zeros(1, self._state.vocab_size, device=self.device)
+        nobody = torch.full((1,), -1, dtype=torch.int32, device=self.device)
+        for top in _TOPS:
+            needs = SamplingNeeds(edits=True, draws=True, filters=True, wide_top_k=True, nucleus=True, top=top)
+            sample(logits, nobody, self._state, needs)
+        sample(logits, nobody, self._state, SamplingNeeds())
 
     def placeholder(self, state: SamplingState) -> int:
         """See `StepSampler`; for a state that was launched and has not left."""

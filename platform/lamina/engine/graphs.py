@@ -29,20 +29,26 @@ class NoGraphs:
 
 
 class CudaGraphs:  # pragma: no cover - CUDA only
-    """CUDA graphs that share one memory pool: only one of them is in flight at a time."""
+    """CUDA graphs that share one memory pool and one stream: only one of them is in flight at a time.
+
+    The stream is their own, and no graph is let go while others live, not even one whose capture failed: libraries keep
+    workspaces per stream, which every graph captured there has built in, and free them with the first graph that goes.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels compile and libraries allocate their workspaces before the capture
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # kernels compile and libraries take their workspaces before the capture
             run()
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
+        self._graphs.append(graph)
         # Adapters are loaded into pinned memory by another thread meanwhile, which a global capture would forbid.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
 
         def replay() -> Tensor:

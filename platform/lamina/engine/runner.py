@@ -23,6 +23,10 @@ class Runner(Protocol):
         """Logits [R, vocabulary] float32 of the batch's `logit_rows`; keys and values are in the pool afterwards."""
         ...
 
+    def warm_up(self) -> None:
+        """Compiles and captures what steps will need, so that no request waits for it. May take minutes."""
+        ...
+
 
 class EagerRunner:
     """Operator by operator, on torch alone: the CPU's way, and what device kernels are compared with."""
@@ -32,6 +36,9 @@ class EagerRunner:
         self._pool = pool
         self._slots = slots
         self._attention = PagedAttention(pool)
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:

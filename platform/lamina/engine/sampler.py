@@ -64,6 +64,10 @@ class StepSampler(Protocol):
         """A negative number that stands in a batch's token ids for the token that was last launched for `state`."""
         ...
 
+    def warm_up(self) -> None:
+        """Compiles what draws will need."""
+        ...
+
     def leave(self, state: SamplingState) -> None:
         """Forgets what it keeps for a choice that ended or lost its place; it may come back."""
         ...
@@ -92,6 +96,9 @@ class Sampler:
 
     def placeholder(self, state: SamplingState) -> int:
         raise RuntimeError("this sampler's tokens are known at once")
+
+    def warm_up(self) -> None:
+        """Nothing is compiled."""
 
     def leave(self, state: SamplingState) -> None:
         """Keeps nothing between steps."""

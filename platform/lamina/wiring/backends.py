@@ -69,5 +69,8 @@ def choose_backend(device: torch.device, kernels: str = "auto") -> Backend:
         from lamina.engine.graphs import CudaGraphs
         from lamina.wiring.triton_backend import TritonBackend
 
+        # Products that are split over the inner dimension add their parts in float32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         return TritonBackend(graphs=CudaGraphs(), copies=CudaLane(device), beside=CudaLane(device))
     return TorchBackend()

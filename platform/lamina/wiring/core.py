@@ -75,7 +75,9 @@ def build_core(config: EngineConfig, *, progress: Progress | None = None) -> Eng
     model = load_model(config.model, dtype=dtype, device=device, ops=backend.ops, progress=progress)
     digest = model_digest(config.model)
     base = StoredWeights(config.model, dtype)
-    return assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend, base=base)
+    core = assemble(model, config, digest=digest, dtype=dtype, device=device, backend=backend, base=base)
+    core.warm_up()
+    return core
 
 
 def assemble(

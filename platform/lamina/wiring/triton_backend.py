@@ -25,8 +25,9 @@ from lamina.wiring.backends import StepParts
 from lamina_kernels.gpu.attention_pool import BLOCK_SIZES, HEAD_DIMS
 from lamina_kernels.gpu.attention_prefill import prefill_tile_rows
 from lamina_kernels.gpu.lora_fused import FusedSite
-from lamina_kernels.gpu.lora_layout import SiteShape
+from lamina_kernels.gpu.lora_layout import ALIGN, SiteShape
 from lamina_kernels.gpu.lora_table import TritonLoraTable
+from lamina_kernels.gpu.norm import MAX_DIM
 from lamina_kernels.gpu.sampling_seats import MAX_TOP, MAX_VOCAB
 from lamina_lora.geometry import SITES, BaseGeometry
 from lamina_lora.slots import AdapterSlots
@@ -80,10 +81,15 @@ class TritonBackend:
 def _check(shape: ModelConfig, config: EngineConfig) -> None:
     """Raises ConfigurationInvalid for what the kernels cannot do."""
     limits = {
-        "model": (shape.head_dim in HEAD_DIMS, f"heads of {shape.head_dim}; they know {HEAD_DIMS}"),
+        "head_dim": (shape.head_dim in HEAD_DIMS, f"heads of {shape.head_dim}; they know {HEAD_DIMS}"),
         "block_size": (config.block_size in BLOCK_SIZES, f"blocks of {config.block_size}; they know {BLOCK_SIZES}"),
         "max_logprobs": (config.max_logprobs <= MAX_TOP, f"max_logprobs {config.max_logprobs}; they give {MAX_TOP}"),
-        "max_running": (shape.vocab_size <= MAX_VOCAB, f"a vocabulary of {shape.vocab_size}; they take {MAX_VOCAB}"),
+        "vocab_size": (shape.vocab_size <= MAX_VOCAB, f"a vocabulary of {shape.vocab_size}; they take {MAX_VOCAB}"),
+        "hidden_size": (shape.hidden_size <= MAX_DIM, f"hidden states of {shape.hidden_size}; they take {MAX_DIM}"),
+        "fused_rank": (
+            config.fused_rank % ALIGN == 0,
+            f"fused_rank {config.fused_rank}; a multiple of {ALIGN} is needed",
+        ),
     }
     for param, (fits, what) in limits.items():
         if not fits:

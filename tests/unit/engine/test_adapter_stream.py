@@ -95,7 +95,7 @@ def test_a_layer_waits_for_its_own_weights_only(log: Log, table: Table, stream: 
     lora = DeviceLora([TwoLaunches(table)], stream, slots)
     stream.put(3, Weights())
     none = torch.zeros(0, 3, dtype=torch.int32)
-    step = lora.begin(LoraTiles(none, none), lora.plans[0])
+    step = lora.begin(LoraTiles(none, none), lora.plans[0], frozenset({3, 4}))
     for layer in (0, 1):
         for site in ("qkv", "o"):
             step.project(layer, site, torch.ones(1, 1), Identity())
@@ -106,17 +106,18 @@ def test_a_layer_waits_for_its_own_weights_only(log: Log, table: Table, stream: 
     ]
 
 
-def test_a_graph_waits_for_everything_once(log: Log, stream: AdapterStream) -> None:
-    """The last layer's mark covers those before it; what was waited for is not waited for again."""
+def test_a_graph_waits_once_and_only_for_its_adapters(log: Log, stream: AdapterStream) -> None:
+    """The last layer's mark covers those before it; others' copies are not waited for, nor the same ones again."""
     stream.put(0, Weights())
     stream.put(1, Weights())
     log.clear()
-    stream.await_sites()
-    assert log == ["wait 1", "wait 4"]  # copies 2 and 5 only found the end
-    log.clear()
-    stream.await_sites()
-    stream.await_site(0)
-    assert log == []
+    stream.await_slots([1, 7])
+    assert log == ["wait 4"]  # copies 2 and 5 only found the end
+    stream.await_slots([1])
+    stream.await_site(0, [1])
+    assert log == ["wait 4"]
+    stream.await_slots([0, 1])
+    assert log == ["wait 4", "wait 1"]
 
 
 def test_a_slot_is_dropped_behind_its_copies(log: Log, stream: AdapterStream) -> None:
@@ -130,8 +131,8 @@ def test_a_slot_is_dropped_behind_its_copies(log: Log, stream: AdapterStream) ->
 def test_without_streams_all_is_there_at_once(log: Log, table: Table) -> None:
     stream = AdapterStream(table, InlineLane())
     stream.put(0, Weights())
+    stream.await_slots([0])
     assert log == ["copy 0:0", "copy 0:4"]
-    stream.await_sites()
 
 
 def test_a_table_that_refuses_leaves_nothing_arriving(log: Log) -> None:
@@ -144,8 +145,22 @@ def test_a_table_that_refuses_leaves_nothing_arriving(log: Log) -> None:
     stream = AdapterStream(Full(log), Lane(log))
     with pytest.raises(MemoryError):
         stream.put(0, Weights())
-    stream.await_sites()
+    stream.await_slots([0])
     assert log == []
+
+
+def test_a_copy_that_fails_gives_the_room_back(log: Log) -> None:
+    """Half an adapter is none."""
+
+    class Torn(Table):
+        def load_layers(self, slot: int, prepared: PreparedLora) -> Iterator[range]:
+            yield range(4)
+            raise RuntimeError("the bus is on fire")
+
+    stream = AdapterStream(Torn(log), Lane(log))
+    with pytest.raises(RuntimeError, match="fire"):
+        stream.put(2, Weights())
+    assert log == ["open", "drop 2"]
 
 
 def test_shrink_runs_beside_the_base_projection(log: Log, table: Table) -> None:
