@@ -1,4 +1,4 @@
-"""Blocks by number: who is held how often, and the values that the manager hands out."""
+"""Blocks by number: who is held how often, what is pinned, and the values that the manager hands out."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina_kvtier.errors import BlockMisuse
+from lamina_kvtier.identity import BlockId
 
-__all__ = ["BlockUsage", "CopyOnWrite", "PrefixMatch", "ReferenceCounts"]
+__all__ = ["BlockUsage", "CopyOnWrite", "PinCounts", "PrefixMatch", "ReferenceCounts"]
 
 
 @dataclass(frozen=True, slots=True)
 class BlockUsage:
-    """Blocks by state; free + active + cached == total."""
+    """Blocks by state; free + active + cached == total. `pinned` of the cached ones cannot be evicted."""
 
     total: int
     free: int
     active: int
     cached: int
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,55 @@ class CopyOnWrite:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """A known prefix, in blocks. `cached` of them are held by nobody: acquiring those uses up available blocks."""
+    """A known prefix, in blocks.
+
+    `cached` of them may be evicted: acquiring those uses up available blocks. `pinned` of them are pinned, held or
+    not, so they stay. The others are held by somebody and cost nothing more as long as they are.
+    """
 
     known: int
     cached: int
+    pinned: int = 0
+
+
+class PinCounts:
+    """How many leases each identity has. A pin is on contents: whatever block has them is kept.
+
+    An identity is pinned for one namespace, and only for blocks that this namespace pays for: else a tenant could
+    keep the operator's public blocks, beyond the operator's own pin quota.
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, BlockId], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def has(self, namespace: str, identity: BlockId) -> bool:
+        return (namespace, identity) in self._counts
+
+    def add(self, namespace: str, identity: BlockId) -> bool:
+        """Adds a lease; True if it is the first."""
+        count = self._counts.get((namespace, identity), 0)
+        self._counts[namespace, identity] = count + 1
+        return count == 0
+
+    def drop(self, namespace: str, identity: BlockId) -> bool:
+        """Takes one lease away; True if it was the last."""
+        self._counts[namespace, identity] -= 1
+        last = self._counts[namespace, identity] == 0
+        if last:
+            del self._counts[namespace, identity]
+        return last
+
+    def require_droppable(self, namespace: str, ids: Sequence[BlockId]) -> None:
+        """Raises BlockMisuse unless each identity has as many leases as `ids` names it."""
+        for identity, times in Counter(ids).items():
+            count = self._counts.get((namespace, identity), 0)
+            if times > count:
+                raise BlockMisuse(f"Cannot unpin {identity.hex()[:12]} {times} times: it has {count} leases.")
 
 
 class ReferenceCounts:

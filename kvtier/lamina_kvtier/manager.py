@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PrefixMatch, ReferenceCounts
+from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PinCounts, PrefixMatch, ReferenceCounts
 from lamina_kvtier.errors import BlockMisuse, IntegrityError, OutOfBlocks
 from lamina_kvtier.free_list import FreeList
 from lamina_kvtier.identity import ID_BYTES, BlockId
-from lamina_kvtier.integrity import find_violations
+from lamina_kvtier.integrity import Books, find_violations
+from lamina_kvtier.ledger import Charge, Ledger
 from lamina_kvtier.prefix_index import PrefixIndex
+from lamina_kvtier.quota import QuotaBook
+from lamina_kvtier.reclaim import ReclaimOrder
 
-__all__ = ["KvManager"]
+__all__ = ["UNOWNED", "KvManager"]
 
+UNOWNED = ""  # who pays if nobody is named; no identity has an empty namespace, so it is no tenant's
 _MAX_BLOCKS = 2**31 - 2  # the free list links blocks by 32-bit numbers
 
 
@@ -20,18 +24,32 @@ class KvManager:
     """Blocks 0 ... num_blocks - 1 of one pool, shared by reference counts and found again by identity.
 
     Each block is exactly one of *free* (nobody holds it, no identity), *active* (held at least once) and
-    *cached* (nobody holds it, but its identity is known, so it can be revived until it is evicted).
+    *cached* (nobody holds it, but its identity is known, so it can be revived until it is evicted). A cached block
+    whose identity is pinned is not evicted.
+
+    With `quotas` (in blocks) each active or cached block is charged to exactly one namespace in `ledger`: the one
+    that allocated it, whoever else holds it. Then blocks are evicted in the order of `reclaim.py`; without, and until
+    policy is loaded, the least recently used one goes.
 
     Every method is O(1) per block it names or returns, except `drop_cached` and `check_integrity`. Misuse
     raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
     """
 
-    def __init__(self, num_blocks: int, block_size: int = 16, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        prefix_caching: bool = True,
+        quotas: QuotaBook | None = None,
+    ) -> None:
         """`block_size` in tokens; without `prefix_caching` no identity is ever known. Raises BlockMisuse."""
         if not 1 <= num_blocks <= _MAX_BLOCKS:
             raise BlockMisuse(f"num_blocks must be 1 ... {_MAX_BLOCKS}, not {num_blocks}.")
         if block_size < 1:
             raise BlockMisuse(f"block_size must be at least 1 token, not {block_size}.")
+        if quotas is not None and quotas.capacity != num_blocks:
+            raise BlockMisuse(f"The quotas are for {quotas.capacity} blocks, but there are {num_blocks}.")
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self.hit_blocks = 0  # blocks handed out by `acquire`; only grows
         self.evicted_blocks = 0  # cached blocks lost to `allocate` and `make_writable`; only grows
@@ -39,19 +57,45 @@ class KvManager:
         self._index = PrefixIndex(num_blocks)
         self._unheld = FreeList(num_blocks)  # free blocks first, then cached ones, least recently used first
         self._cached = 0
+        self._leased = 0  # of the cached ones: pinned, so not in the free list
+        self._pins = PinCounts()
+        self.ledger = None if quotas is None else Ledger(quotas)
+        self._owned = None if self.ledger is None else ReclaimOrder(num_blocks, self.ledger)
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` could give now: free + cached, also what a match is about to revive."""
+        """Blocks that `allocate` could give now: free + cached and not pinned, also what a match is about to revive.
+
+        With quotas no namespace may get all of them: see `available_to`.
+        """
         return len(self._unheld)
+
+    def available_to(self, owner: str) -> int:
+        """Blocks that `allocate` could give this namespace now."""
+        if self.ledger is None or not self.ledger.book.loaded:
+            return len(self._unheld)
+        return max(0, min(self.ledger.room_in_limit(owner), self.ledger.room_in_tier(owner)))
 
     def usage(self) -> BlockUsage:
         return BlockUsage(
             total=self.num_blocks,
-            free=len(self._unheld) - self._cached,
+            free=self._free,
             active=self._references.active,
             cached=self._cached,
+            pinned=self._leased,
         )
+
+    @property
+    def _free(self) -> int:
+        return len(self._unheld) - (self._cached - self._leased)
+
+    def owner_of(self, block: int) -> str | None:
+        """Who is charged for a block; None if it is free, or if there are no quotas."""
+        return None if self._owned is None else self._owned.owner_of(block)
+
+    def evictions(self) -> dict[tuple[str, str], int]:
+        """Evicted blocks by owner and reason: `limit`, `over_share`, `own`, or `lru` before policy is loaded."""
+        return {} if self._owned is None else dict(self._owned.evictions)
 
     def match(self, ids: Sequence[BlockId]) -> int:
         """Length, in blocks, of the longest known prefix of `ids`. Changes nothing, not even the order."""
@@ -60,35 +104,48 @@ class KvManager:
     def preview(self, ids: Sequence[BlockId]) -> PrefixMatch:
         """What `acquire(ids)` would find, for an admission decision. Changes nothing."""
         blocks = self._index.known_prefix(ids)
-        return PrefixMatch(len(blocks), sum(1 for block in blocks if self._references[block] == 0))
+        evictable = [block for block in blocks if self._references[block] == 0]
+        if not self._pins:
+            return PrefixMatch(len(blocks), len(evictable))
+        return PrefixMatch(
+            known=len(blocks),
+            cached=sum(not self.is_pinned(block) for block in evictable),
+            pinned=sum(map(self.is_pinned, blocks)),
+        )
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds an active block, so that `make_writable` would need a new one."""
         self._references.require_active((block,), "look at")
         return self._references[block] > 1
 
-    def acquire(self, ids: Sequence[BlockId]) -> list[int]:
+    def acquire(self, ids: Sequence[BlockId], charge: Charge | None = None) -> list[int]:
         """Takes one reference on each block of the longest known prefix of `ids`; returns their numbers.
 
-        Acquire before allocating for the same sequence, or the allocation may evict what was just matched.
+        Acquire before allocating for the same sequence, or the allocation may evict what was just matched. With
+        `charge`, what it holds for blocks that were evictable is refunded: they are charged already.
         """
         blocks = self._index.known_prefix(ids)
+        woken = 0
         for block in blocks:
             if self._references.hold(block):
-                self._unheld.remove(block)
-                self._cached -= 1
+                woken += self._revive(block)
         self.hit_blocks += len(blocks)
+        if charge is not None and self.ledger is not None:
+            self.ledger.refund(charge, min(woken, charge.pending))
         return blocks
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` blocks with one reference each: free ones first, then the least recently used cached ones.
+    def allocate(self, count: int, *, owner: str = UNOWNED, charge: Charge | None = None) -> list[int]:
+        """`count` blocks with one reference each, charged to `owner`: free ones first, then cached ones.
 
-        Cached ones are evicted; contents are undefined. All or nothing: raises OutOfBlocks(need, have).
+        Cached ones are evicted; contents are undefined. With `charge` (the owner's) they are taken out of what it
+        promised. All or nothing: raises OutOfBlocks(need, have), or OverLimit, which is one.
         """
         if count < 0:
             raise BlockMisuse(f"Cannot allocate {count} blocks.")
-        self._require_available(count)
-        return [self._take() for _ in range(count)]
+        if charge is not None and (self.ledger is None or charge.namespace != owner or charge.pending < count):
+            raise BlockMisuse(f"Cannot allocate {count} blocks for {owner!r} out of this charge.")
+        self._require_available(count, owner)
+        return [self._take(owner, charge) for _ in range(count)]
 
     def fork(self, blocks: Sequence[int]) -> None:
         """One more reference on each: a second table now holds them too."""
@@ -96,19 +153,20 @@ class KvManager:
         for block in blocks:
             self._references.hold(block)
 
-    def make_writable(self, block: int) -> CopyOnWrite | None:
+    def make_writable(self, block: int, *, owner: str | None = None) -> CopyOnWrite | None:
         """Call before writing into `block` of a table. None: nobody else can see it, write in place.
 
         Otherwise copy `source` to `target` and put `target` (one reference, nameless) into the table instead
         of `block`, whose reference is gone already. Copies must run in the order in which they were returned
-        and before the step's writes: the source may be evicted, and be a later target, at once.
-        Raises OutOfBlocks.
+        and before the step's writes: the source may be evicted, and be a later target, at once. `owner` pays for
+        the copy; None: who pays for the source. Raises OutOfBlocks, OverLimit.
         """
         self._references.require_active((block,), "write")
         if self._references[block] == 1 and self._index.identity_of(block) is None:
             return None
-        self._require_available(1)
-        target = self._take()
+        payer = self._payer(block) if owner is None else owner
+        self._require_available(1, payer)
+        target = self._take(payer)
         self._drop(block)
         return CopyOnWrite(source=block, target=target)
 
@@ -152,21 +210,54 @@ class KvManager:
             block = self._index.block_of(identity)
             if block is None:
                 continue
-            self._index.drop(block)
-            forgotten += 1
             if self._references[block] == 0:
-                self._cached -= 1
-                self._unheld.remove(block)
-                self._unheld.push_front(block)
+                self._to_free(block)
+            else:
+                self._index.drop(block)
+            forgotten += 1
         return forgotten
 
     def drop_cached(self) -> int:
-        """Frees all cached blocks and returns how many. Not counted as evictions. O(free + cached)."""
-        dropped = self._cached
+        """Frees all cached blocks that are not pinned; returns how many. Not counted as evictions. O(free + cached)."""
+        dropped = self._cached - self._leased
         for block in self._unheld:
-            self._index.drop(block)
-        self._cached = 0
+            if self._index.drop(block) and self._owned is not None:
+                self._owned.free(block, idle=True)
+        self._cached = self._leased
         return dropped
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether this block has an identity that its owner has pinned."""
+        if not self._pins:
+            return False
+        identity = self._index.identity_of(block)
+        return identity is not None and self._pins.has(self._payer(block), identity)
+
+    def pin(self, ids: Iterable[BlockId], namespace: str = UNOWNED) -> None:
+        """One more lease on each identity: blocks of `namespace` that have it now or later are not evicted.
+
+        Quotas for pins are the caller's to keep (`pins.py`). Without quotas all blocks are UNOWNED.
+        """
+        payer = UNOWNED if self._owned is None else namespace
+        for identity in ids:
+            if self._pins.add(payer, identity):
+                block = self._index.block_of(identity)
+                if block is not None and self._references[block] == 0 and self._payer(block) == payer:
+                    self._unheld.remove(block)
+                    self._leased += 1
+                    if self._owned is not None:
+                        self._owned.wake(block)
+
+    def unpin(self, ids: Sequence[BlockId], namespace: str = UNOWNED) -> None:
+        """Ends one lease on each identity. Cached blocks become evictable, as if used just now, the tail first."""
+        payer = UNOWNED if self._owned is None else namespace
+        self._pins.require_droppable(payer, ids)
+        for identity in reversed(ids):
+            if self._pins.drop(payer, identity):
+                block = self._index.block_of(identity)
+                if block is not None and self._references[block] == 0 and self._payer(block) == payer:
+                    self._leased -= 1
+                    self._queue(block)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Proves every rule of the bookkeeping; raises IntegrityError with all broken ones. O(num_blocks).
@@ -174,28 +265,102 @@ class KvManager:
         With `tables` (all there are) it also proves that each reference count is the block's number of
         occurrences in them.
         """
-        violations = find_violations(self._references, self._index, self._unheld, self._cached, tables)
+        books = Books(
+            references=self._references,
+            index=self._index,
+            unheld=self._unheld,
+            cached=self._cached,
+            leased=self._leased,
+            is_pinned=self.is_pinned,
+            owned=self._owned,
+        )
+        violations = find_violations(books, tables)
         if violations:
             raise IntegrityError(violations)
 
-    def _require_available(self, count: int) -> None:
-        if count > len(self._unheld):
-            raise OutOfBlocks(need=count, have=len(self._unheld))
+    def _require_available(self, count: int, owner: str) -> None:
+        if self.ledger is not None and self.ledger.book.loaded:
+            self.ledger.require(owner, count)
+        elif count > len(self._unheld):
+            raise OutOfBlocks(need=count, have=len(self._unheld), limit=self.num_blocks)
 
-    def _take(self) -> int:
-        # The one place where a victim is chosen.
+    def _payer(self, block: int) -> str:
+        owner = None if self._owned is None else self._owned.owner_of(block)
+        return UNOWNED if owner is None else owner
+
+    # --- changes of state: free, active, cached -----------------------------------------------------------
+
+    def _take(self, owner: str, charge: Charge | None = None) -> int:
+        # Victims are chosen here and in `_make_free`, nowhere else.
+        if self._owned is not None:
+            self._make_free(self._owned, owner)
         block = self._unheld.pop_front()
-        if self._index.drop(block):
+        if self._owned is not None:
+            self._owned.take(block, owner, charge)
+        elif self._index.drop(block):
             self._cached -= 1
             self.evicted_blocks += 1
         self._references.hold(block)
         return block
+
+    def _make_free(self, owned: ReclaimOrder, owner: str) -> None:
+        """Sees to it that the first block of the free list is free, and that `owner` stays within its limit."""
+        if not owned.rules_apply:
+            if self._free == 0:
+                self._evict(owned, next(iter(self._unheld)), "lru")
+            return
+        while owned.ledger.is_at_limit(owner) and (oldest := owned.oldest(owner)) is not None:
+            self._evict(owned, oldest, "limit")
+        if self._free == 0:
+            victim = owned.victim(owner)
+            assert victim is not None, "more was available than can be reclaimed"
+            self._evict(owned, *victim)
+
+    def _evict(self, owned: ReclaimOrder, block: int, reason: str) -> None:
+        owned.evictions[owned.owner_of(block) or UNOWNED, reason] += 1
+        self.evicted_blocks += 1
+        self._to_free(block)
+
+    def _to_free(self, block: int) -> None:
+        """A cached block loses its identity and is the next to be taken."""
+        pinned = self.is_pinned(block)
+        self._index.drop(block)
+        self._cached -= 1
+        if pinned:
+            self._leased -= 1
+        else:
+            self._unheld.remove(block)
+        self._unheld.push_front(block)
+        if self._owned is not None:
+            self._owned.free(block, idle=not pinned)
+
+    def _revive(self, block: int) -> bool:
+        """A cached block is active; True if it could have been evicted until now."""
+        self._cached -= 1
+        if self.is_pinned(block):
+            self._leased -= 1
+            return False
+        self._unheld.remove(block)
+        if self._owned is not None:
+            self._owned.wake(block)
+        return True
 
     def _drop(self, block: int) -> None:
         if not self._references.drop(block):
             return
         if self._index.identity_of(block) is None:
             self._unheld.push_front(block)
+            if self._owned is not None:
+                self._owned.free(block, idle=False)
+            return
+        self._cached += 1
+        if self.is_pinned(block):
+            self._leased += 1
         else:
-            self._unheld.push_back(block)
-            self._cached += 1
+            self._queue(block)
+
+    def _queue(self, block: int) -> None:
+        """A cached block may be evicted from now on, after all others."""
+        self._unheld.push_back(block)
+        if self._owned is not None:
+            self._owned.rest(block)

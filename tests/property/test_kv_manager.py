@@ -2,12 +2,15 @@
 
 Sequences with real tokens run on both. After every step the answers, the states of all blocks and the whole
 queue of victims must be equal, `check_integrity` must hold, and a simulated pool must still contain, in every
-block of every table, exactly the tokens that its sequence wrote: two owners of one block would show there.
+block of every table, exactly the tokens that its sequence wrote: two owners of one block would show there. The same
+again with quotas that change at run time, and pins.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +36,15 @@ from lamina_kvtier import (
     KvError,
     KvManager,
     OutOfBlocks,
+    OverLimit,
+    Quota,
+    QuotaBook,
+    QuotaNotCoverable,
 )
 
 BLOCK_SIZE = 2
-ROOTS = (b"\x0a" * 32, b"\x0b" * 32)
+OWNERS = {b"\x0a" * 32: "a", b"\x0b" * 32: "b", b"\x0c" * 32: "c"}
+ROOTS = tuple(OWNERS)
 MAX_BLOCKS = 12
 POISON = ("poison",)
 
@@ -44,7 +52,12 @@ POISON = ("poison",)
 class NaiveManager:
     """What the manager means, in the plainest words."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, book: QuotaBook | None = None) -> None:
+        self.book = book
+        self.owner: dict[int, str] = {}  # of blocks that are not free, if there are quotas
+        self.pins: Counter[tuple[str, bytes]] = Counter()
+        self.leased: list[int] = []  # pinned and held by nobody
+        self.evictions: Counter[tuple[str, str]] = Counter()
         self.held = dict.fromkeys(range(num_blocks), 0)
         self.known: dict[bytes, int] = {}
         self.free = list(range(num_blocks))  # next one first
@@ -57,7 +70,9 @@ class NaiveManager:
 
     def usage(self) -> BlockUsage:
         active = sum(count > 0 for count in self.held.values())
-        return BlockUsage(total=len(self.held), free=len(self.free), active=active, cached=len(self.cached))
+        leased = len(self.leased)
+        cached = len(self.cached) + leased
+        return BlockUsage(total=len(self.held), free=len(self.free), active=active, cached=cached, pinned=leased)
 
     def identity_of(self, block: int) -> bytes | None:
         return next((identity for identity, owner in self.known.items() if owner == block), None)
@@ -69,27 +84,111 @@ class NaiveManager:
         blocks = [self.known[identity] for identity in ids[: self.match(ids)]]
         for block in blocks:
             if self.held[block] == 0:
-                self.cached.remove(block)
+                (self.leased if block in self.leased else self.cached).remove(block)
             self.held[block] += 1
         self.hit_blocks += len(blocks)
         return blocks
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, owner: str = "") -> list[int]:
         if count < 0:
             raise BlockMisuse("negative")
-        if count > self.available:
-            raise OutOfBlocks(count, self.available)
-        blocks = []
-        for _ in range(count):
-            if self.free:
-                block = self.free.pop(0)
-            else:
-                block = self.cached.pop(0)
-                self.known = {identity: owner for identity, owner in self.known.items() if owner != block}
-                self.evicted_blocks += 1
-            self.held[block] = 1
-            blocks.append(block)
-        return blocks
+        if self.book is None or not self.book.loaded:
+            if count > self.available:
+                raise OutOfBlocks(count, self.available)
+        elif self.limit(owner) - self.firm(owner) < count and self.limit(owner) < len(self.held):
+            raise OverLimit(
+                owner, limit=0, need=count, have=max(0, self.limit(owner) - self.firm(owner)), retry_after_s=None
+            )
+        elif self.obtainable(owner) < count:
+            raise OutOfBlocks(count, self.obtainable(owner))
+        return [self.take(owner) for _ in range(count)]
+
+    def obtainable(self, owner: str) -> int:
+        """Tries it out."""
+        trial = deepcopy(self)
+        for had in range(len(self.held) + 1):
+            if not trial.make_free(owner):
+                return had
+            trial.take(owner)
+        raise AssertionError
+
+    def take(self, owner: str) -> int:
+        assert self.make_free(owner)
+        block = self.free.pop(0)
+        self.held[block] = 1
+        if self.book is not None:
+            self.owner[block] = owner
+        return block
+
+    def make_free(self, owner: str) -> bool:
+        """Evicts what the rules name, if something has to go; False if they name nothing."""
+        if self.book is None or not self.book.loaded:
+            if not self.free and self.cached:
+                self.evict(self.cached[0], "lru")
+            return bool(self.free)
+        while self.limit(owner) < len(self.held) and self.usage_of(owner) >= self.limit(owner) and self.idle(owner):
+            self.evict(self.idle(owner)[0], "limit")
+        over = [
+            (-(self.usage_of(name) - self.book.of(name).reserved) / self.book.of(name).weight, name)
+            for name in set(self.owner.values())
+            if self.idle(name) and self.usage_of(name) > self.book.of(name).reserved
+        ]
+        if not self.free and over:
+            self.evict(self.idle(min(over)[1])[0], "over_share")
+        elif not self.free and self.idle(owner):
+            self.evict(self.idle(owner)[0], "own")
+        return bool(self.free)
+
+    def evict(self, block: int, reason: str) -> None:
+        self.known = {identity: known for identity, known in self.known.items() if known != block}
+        self.cached.remove(block)
+        self.to_free(block)
+        self.evicted_blocks += 1
+        self.evictions[self.owner_of(block), reason] += 1
+        self.owner.pop(block, None)
+
+    def to_free(self, block: int) -> None:
+        self.free.insert(0, block)
+
+    def owner_of(self, block: int) -> str:
+        return self.owner.get(block, "")
+
+    def limit(self, owner: str) -> int:
+        assert self.book is not None
+        return self.book.of(owner).limit
+
+    def usage_of(self, owner: str) -> int:
+        return sum(name == owner for name in self.owner.values())
+
+    def idle(self, owner: str) -> list[int]:
+        """Oldest first."""
+        return [block for block in self.cached if self.owner_of(block) == owner]
+
+    def firm(self, owner: str) -> int:
+        return self.usage_of(owner) - len(self.idle(owner))
+
+    def available_to(self, owner: str) -> int:
+        if self.book is None or not self.book.loaded:
+            return self.available
+        return max(0, min(self.limit(owner) - self.firm(owner), self.obtainable(owner)))
+
+    def is_pinned(self, block: int) -> bool:
+        identity = self.identity_of(block)
+        return identity is not None and self.pins[self.owner_of(block), identity] > 0
+
+    def pin(self, ids: list[bytes], owner: str = "") -> None:
+        self.pins.update((owner, identity) for identity in ids)
+        self.leased += [block for block in self.cached if self.is_pinned(block)]
+        self.cached = [block for block in self.cached if not self.is_pinned(block)]
+
+    def unpin(self, ids: list[bytes], owner: str = "") -> None:
+        self._need(all(self.pins[owner, identity] >= ids.count(identity) for identity in ids))
+        for identity in ids[::-1]:
+            self.pins[owner, identity] -= 1
+            block = self.known.get(identity)
+            if block in self.leased and not self.is_pinned(block):
+                self.leased.remove(block)
+                self.cached.append(block)
 
     def fork(self, blocks: list[int]) -> None:
         self._need(all(self.held.get(block, 0) > 0 for block in blocks))
@@ -100,7 +199,7 @@ class NaiveManager:
         self._need(self.held.get(block, 0) > 0)
         if self.held[block] == 1 and self.identity_of(block) is None:
             return None
-        (target,) = self.allocate(1)
+        (target,) = self.allocate(1, owner=self.owner_of(block))
         self.release([block])
         return CopyOnWrite(block, target)
 
@@ -114,22 +213,27 @@ class NaiveManager:
         for block in blocks[::-1]:
             self.held[block] -= 1
             if self.held[block] == 0 and self.identity_of(block) is None:
-                self.free.insert(0, block)
+                self.to_free(block)
+                self.owner.pop(block, None)
+            elif self.held[block] == 0 and self.is_pinned(block):
+                self.leased.append(block)
             elif self.held[block] == 0:
                 self.cached.append(block)
 
     def forget(self, ids: list[bytes]) -> int:
         blocks = [self.known.pop(identity) for identity in ids if identity in self.known]
         for block in blocks:
-            if block in self.cached:
-                self.cached.remove(block)
-                self.free.insert(0, block)
+            if self.held[block] == 0:
+                (self.leased if block in self.leased else self.cached).remove(block)
+                self.to_free(block)
+                self.owner.pop(block, None)
         return len(blocks)
 
     def drop_cached(self) -> int:
         dropped = len(self.cached)
         self.known = {identity: block for identity, block in self.known.items() if block not in self.cached}
         self.free += self.cached
+        self.owner = {block: owner for block, owner in self.owner.items() if block not in self.cached}
         self.cached = []
         return dropped
 
@@ -157,10 +261,10 @@ class Sequence:
         return len(self.chain.ids)
 
 
-def outcome(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def outcome(call: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """What a call returns or refuses with."""
     try:
-        return call(*arguments)
+        return call(*arguments, **named)
     except KvError as refusal:
         return refusal
 
@@ -174,6 +278,20 @@ def chain_of(root: bytes, tokens: list[int]) -> IdentityChain:
 roots = st.sampled_from(ROOTS)
 prompts = st.lists(st.integers(0, 1), max_size=9)
 places = st.integers(0, 20)
+
+
+@st.composite
+def quotas_of(draw: st.DrawFn) -> Quota:
+    reserved = draw(st.integers(0, 5))
+    return Quota(
+        reserved=reserved,
+        limit=reserved + draw(st.integers(0, MAX_BLOCKS)),
+        pin_limit=draw(st.integers(0, reserved)),
+        weight=draw(st.sampled_from([0.5, 1, 3])),
+    )
+
+
+quotas = quotas_of()
 
 
 class KvMachine(RuleBasedStateMachine):
@@ -190,10 +308,10 @@ class KvMachine(RuleBasedStateMachine):
 
     # Both worlds at once
 
-    def both(self, method: str, *arguments: Any) -> Any:
+    def both(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Calls both; answers and refusals must be equal. Returns or raises them."""
-        real = outcome(getattr(self.real, method), arguments)
-        naive = outcome(getattr(self.naive, method), arguments)
+        real = outcome(getattr(self.real, method), arguments, named)
+        naive = outcome(getattr(self.naive, method), arguments, named)
         if isinstance(real, KvError):
             assert type(real) is type(naive), (method, arguments, naive)
             assert getattr(real, "need", None) == getattr(naive, "need", None)
@@ -202,8 +320,12 @@ class KvMachine(RuleBasedStateMachine):
         assert real == naive, (method, arguments)
         return real
 
-    def allocate(self, count: int) -> list[int]:
-        blocks: list[int] = self.both("allocate", count)
+    def owned(self, root: bytes) -> dict[str, str]:
+        """How to say whose block it is to be."""
+        return {}
+
+    def allocate(self, count: int, root: bytes) -> list[int]:
+        blocks: list[int] = self.both("allocate", count, **self.owned(root))
         for block in blocks:
             self.pool[block] = POISON
         return blocks
@@ -231,7 +353,7 @@ class KvMachine(RuleBasedStateMachine):
         known = self.both("acquire", sequence.chain.ids)
         missing = -(-len(prompt) // BLOCK_SIZE) - len(known)
         try:
-            sequence.table = known + self.allocate(missing)
+            sequence.table = known + self.allocate(missing, root)
         except OutOfBlocks:
             self.both("release", known)
             return multiple()
@@ -249,7 +371,7 @@ class KvMachine(RuleBasedStateMachine):
         at = len(sequence.tokens) // BLOCK_SIZE
         try:
             if at == len(sequence.table):
-                sequence.table += self.allocate(1)
+                sequence.table += self.allocate(1, sequence.root)
             else:
                 self.make_writable(sequence, at)
         except OutOfBlocks:
@@ -327,7 +449,7 @@ class KvMachine(RuleBasedStateMachine):
                 with pytest.raises(BlockMisuse):
                     self.both(method, argument)
             with pytest.raises(BlockMisuse):
-                self.both("publish", block, b"\x0c" * 32)
+                self.both("publish", block, b"\x0d" * 32)
 
     @rule(sequence=sequences, place=places)
     def rename_a_published_block(self, sequence: Sequence, place: int) -> None:
@@ -335,7 +457,7 @@ class KvMachine(RuleBasedStateMachine):
             block = sequence.table[place % len(sequence.table)]
             if self.naive.identity_of(block) is not None:
                 with pytest.raises(BlockMisuse):
-                    self.both("publish", block, b"\x0c" * 32)
+                    self.both("publish", block, b"\x0d" * 32)
 
     @rule(more=st.integers(1, 3))
     def ask_for_too_many(self, more: int) -> None:
@@ -377,10 +499,91 @@ class KvMachine(RuleBasedStateMachine):
             assert self.real.usage().free == self.real.num_blocks
 
 
-class ClosedKvMachine(KvMachine):
+class QuotaKvMachine(KvMachine):
+    """Each root's blocks are charged to its namespace; policy arrives late and changes; prefixes are pinned."""
+
+    @initialize(num_blocks=st.integers(1, MAX_BLOCKS), headroom=st.integers(0, 2))
+    def start(self, num_blocks: int, headroom: int) -> None:
+        self.book = QuotaBook(num_blocks, min(headroom, num_blocks))
+        self.real = KvManager(num_blocks, BLOCK_SIZE, quotas=self.book)
+        self.naive = NaiveManager(num_blocks, self.book)
+        self.pool = [POISON] * num_blocks
+        self.alive = []
+        self.pinned: list[tuple[list[bytes], str]] = []
+
+    def owned(self, root: bytes) -> dict[str, str]:
+        return {"owner": OWNERS[root]}
+
+    @rule(policies=st.dictionaries(st.sampled_from(list(OWNERS.values())), quotas))
+    def load_policies(self, policies: dict[str, Quota]) -> None:
+        """All or nothing."""
+        before = self.book.loaded, self.book.policies()
+        if sum(quota.reserved for quota in policies.values()) <= self.book.capacity - self.book.headroom:
+            self.book.load(policies)
+        else:
+            with pytest.raises(QuotaNotCoverable):
+                self.book.load(policies)
+            assert (self.book.loaded, self.book.policies()) == before
+
+    @precondition(lambda self: self.book.loaded)
+    @rule(owner=st.sampled_from(list(OWNERS.values())), quota=quotas | st.none())
+    def change_a_policy(self, owner: str, quota: Quota | None) -> None:
+        if quota is None:
+            self.book.remove(owner)
+            return
+        before = self.book.policies()
+        after = {**before, owner: quota}
+        if sum(quota.reserved for quota in after.values()) <= self.book.capacity - self.book.headroom:
+            self.book.set(owner, quota)
+        else:
+            with pytest.raises(QuotaNotCoverable):
+                self.book.set(owner, quota)
+            assert self.book.policies() == before
+
+    @rule(root=roots, prompt=prompts)
+    def pin(self, root: bytes, prompt: list[int]) -> None:
+        """Known blocks or not, known ones held or not."""
+        ids = chain_of(root, prompt).ids
+        self.both("pin", ids, OWNERS[root])
+        self.pinned.append((ids, OWNERS[root]))
+
+    @precondition(lambda self: self.pinned)
+    @rule(place=places)
+    def unpin(self, place: int) -> None:
+        self.both("unpin", *self.pinned.pop(place % len(self.pinned)))
+
+    @rule(root=roots, prompt=prompts)
+    def unpin_too_often(self, root: bytes, prompt: list[int]) -> None:
+        ids, owner = chain_of(root, prompt).ids, OWNERS[root]
+        for identity in ids[:1]:
+            with pytest.raises(BlockMisuse):
+                self.both("unpin", [identity] * (self.naive.pins[owner, identity] + 1), owner)
+
+    @invariant()
+    def charges_agree(self) -> None:
+        assert self.real.evictions() == self.naive.evictions
+        for owner in (*OWNERS.values(), ""):
+            assert self.real.ledger is not None
+            assert self.real.ledger.usage(owner) == self.naive.usage_of(owner)
+            assert self.real.available_to(owner) == self.naive.available_to(owner)
+        for block in self.naive.held:
+            assert self.real.owner_of(block) == self.naive.owner.get(block)
+            assert self.real.is_pinned(block) == self.naive.is_pinned(block)
+
+    def teardown(self) -> None:
+        if hasattr(self, "real"):
+            for ids, owner in self.pinned:
+                self.both("unpin", ids, owner)
+        super().teardown()
+
+
+class Closed:
     """Sequences that publish in order and adopt canonical blocks, as the engine's do."""
 
     closed = True
+    pool: list[Any]
+    real: KvManager
+    naive: NaiveManager
 
     @invariant()
     def known_prefixes_have_no_gaps(self) -> None:
@@ -392,7 +595,19 @@ class ClosedKvMachine(KvMachine):
         assert reachable >= set(self.naive.known)
 
 
+class ClosedKvMachine(Closed, KvMachine):
+    """Without quotas."""
+
+
+class ClosedQuotaKvMachine(Closed, QuotaKvMachine):
+    """With quotas and pins."""
+
+
 TestKvMachine = KvMachine.TestCase
 TestKvMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestClosedKvMachine = ClosedKvMachine.TestCase
 TestClosedKvMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestQuotaKvMachine = QuotaKvMachine.TestCase
+TestQuotaKvMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestClosedQuotaKvMachine = ClosedQuotaKvMachine.TestCase
+TestClosedQuotaKvMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

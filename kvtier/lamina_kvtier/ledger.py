@@ -1,0 +1,390 @@
+"""Who is charged for how much of one tier. Units are blocks or bytes, as in the quota book.
+
+reserve ──▶ pending ──commit──▶ committed ──uncharge──▶ (nothing)
+               │                 │     ▲
+               └──refund──▶      ▼     │ wake
+                                idle ──┘      committed, but in nobody's use: it may be reclaimed
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from lamina_kvtier.admission import Cause, Decision, ReleaseRate, Verdict
+from lamina_kvtier.errors import IntegrityError, LedgerMisuse, OutOfBlocks, OverLimit
+from lamina_kvtier.quota import Quota, QuotaBook
+
+__all__ = ["Account", "Charge", "Ledger"]
+
+
+class Account:
+    """One namespace's charges. Read it, never change it.
+
+    `committed` units are used, `idle` of them by nobody, `pending` ones are promised to admitted requests.
+    """
+
+    __slots__ = ("committed", "held", "idle", "namespace", "pending", "promised", "quota")
+
+    def __init__(self, namespace: str, quota: Quota) -> None:
+        self.namespace, self.quota = namespace, quota
+        self.committed = self.idle = self.pending = 0
+        self.held = self.promised = 0  # out of the others' reach: now, and once all pending is committed
+
+    @property
+    def firm(self) -> int:
+        """Units in use or pinned: not even the namespace itself could reclaim them."""
+        return self.committed - self.idle
+
+    @property
+    def over_share(self) -> float:
+        """How far beyond its reservation, in units per weight; negative within."""
+        return (self.committed - self.quota.reserved) / self.quota.weight
+
+    @property
+    def reclaimable(self) -> int:
+        """Units that others may take: idle, and beyond the reservation."""
+        return self.committed - self.held
+
+
+class Charge:
+    """Units that an admitted request may still take. Settle it: `commit` what was taken, `refund` the rest."""
+
+    __slots__ = ("namespace", "pending")
+
+    def __init__(self, namespace: str, pending: int) -> None:
+        self.namespace, self.pending = namespace, pending
+
+
+class Ledger:
+    """Charges by namespace; what is committed to all of them together is exactly what is used of the tier.
+
+    What others cannot have of a namespace's units is `held = max(firm, min(committed, reserved))`: what it uses, or
+    what it has within its reservation. So one sum over all namespaces answers in O(1) what any of them can get:
+    `capacity - (sum of held - own held) - own firm`, bounded by its limit. The same sum with pending units in it
+    answers what may still be admitted.
+
+    Everything is O(1) except `furthest_over`, `admit` when it names a namespace to preempt (both O(namespaces with
+    units)), a change of all policies, and `check_integrity`. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        book: QuotaBook,
+        *,
+        decode_reserve: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Admission leaves `decode_reserve` units free or reclaimable, at most (and by default) the headroom."""
+        self.decode_reserve = book.headroom if decode_reserve is None else decode_reserve
+        if not 0 <= self.decode_reserve <= book.headroom:
+            # More would make requests within a reservation wait for ever.
+            raise LedgerMisuse(f"decode_reserve must be 0 ... {book.headroom} (the headroom), not {decode_reserve}.")
+        self.book = book
+        self._accounts: dict[str, Account] = {}
+        self._charges: set[Charge] = set()
+        self._committed = self._held = self._promised = 0
+        self._rate = ReleaseRate(clock)
+        self._watchers: list[Callable[[str], None]] = []
+        book.watch(self._policy_changed)
+
+    # --- what is known ------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Committed units of all namespaces."""
+        return self._committed
+
+    @property
+    def accounts(self) -> Mapping[str, Account]:
+        """Namespaces with committed or pending units."""
+        return self._accounts
+
+    def account(self, namespace: str) -> Account:
+        """An account without units, if there is none. It is not kept; ask again after a change."""
+        return self._accounts.get(namespace) or Account(namespace, self.book.of(namespace))
+
+    def usage(self, namespace: str) -> int:
+        """Committed units."""
+        return self.account(namespace).committed
+
+    def over_share(self, namespace: str) -> float:
+        """`(usage - reserved) / weight`: who is furthest over it gives first."""
+        return self.account(namespace).over_share
+
+    def room_in_limit(self, namespace: str) -> int:
+        """Units that the namespace's own limit leaves it now, if it gives up all its idle ones. Negative: over it."""
+        account = self.account(namespace)
+        return account.quota.limit - account.firm
+
+    def is_at_limit(self, namespace: str) -> bool:
+        """Whether it has to give up idle units of its own for each new one, however much is free."""
+        account = self.account(namespace)
+        return self._is_bounded(account) and account.committed >= account.quota.limit
+
+    def room_in_tier(self, namespace: str) -> int:
+        """Units that are unused, idle and its own, or idle and beyond their owner's reservation."""
+        account = self.account(namespace)
+        return self.book.capacity - (self._held - account.held) - account.firm
+
+    def furthest_over(self, *, besides: str | None = None) -> str | None:
+        """Whose requests to preempt: the namespace in use that is furthest over its share, by name among equals.
+
+        None if nobody (but `besides`) is over its reservation with units that are in use. O(namespaces with units).
+        """
+        over = [
+            (-account.over_share, account.namespace)
+            for account in self._accounts.values()
+            if account.namespace != besides and account.firm > 0 and account.committed > account.quota.reserved
+        ]
+        return min(over)[1] if over else None
+
+    # --- admission ----------------------------------------------------------------------------------------
+
+    def admit(
+        self, namespace: str, worst_case_units: int, *, shared: int = 0, pinned: int = 0, may_wait: bool = True
+    ) -> Decision:
+        """Whether a request that may come to use `worst_case_units` can start. Changes nothing; `reserve` follows.
+
+        `shared` of them exist and are in use or pinned, so they cost nothing more; `pinned` of those are pinned,
+        so they stay when their other users have gone. Without `may_wait` what would queue is refused.
+        """
+        if not 0 <= pinned <= shared <= worst_case_units:
+            raise LedgerMisuse(f"Not 0 <= {pinned} pinned <= {shared} shared <= {worst_case_units} units.")
+        ceiling = self.book.ceiling(namespace)
+        lasting = worst_case_units - pinned
+        if lasting > ceiling:
+            return Decision(
+                verdict=Verdict.NEVER,
+                cause=Cause.CEILING,
+                namespace=namespace,
+                limit=ceiling,
+                need=lasting,
+                have=ceiling,
+            )
+        need = worst_case_units - shared
+        account = self.account(namespace)
+        own = account.quota.limit - account.firm - account.pending
+        everybodys = (
+            self.book.capacity
+            - (self._promised - account.promised)
+            - (account.firm + account.pending)
+            - self.decode_reserve
+        )
+        if need > own and self._is_bounded(account):
+            return self._not_now(account, need, own, Cause.TENANT_LIMIT, may_wait)
+        if need > everybodys:
+            return self._not_now(account, need, everybodys, Cause.POOL, may_wait)
+        return Decision(
+            verdict=Verdict.ADMITTED,
+            cause=Cause.NONE,
+            namespace=namespace,
+            limit=account.quota.limit,
+            need=need,
+            have=min(own, everybodys),
+        )
+
+    def _not_now(self, account: Account, need: int, have: int, cause: Cause, may_wait: bool) -> Decision:
+        entitled = account.firm + account.pending + need <= account.quota.reserved
+        return Decision(
+            verdict=Verdict.QUEUE if may_wait else Verdict.REFUSED,
+            cause=cause,
+            namespace=account.namespace,
+            limit=account.quota.limit if cause is Cause.TENANT_LIMIT else self.book.capacity,
+            need=need,
+            have=max(have, 0),
+            retry_after_s=self.retry_after_s(need - have),
+            preempt=self.furthest_over(besides=account.namespace) if entitled else None,
+        )
+
+    def retry_after_s(self, missing: int) -> float:
+        """Seconds until `missing` units have come out of use, at the rate at which they do now."""
+        return self._rate.seconds_for(missing)
+
+    # --- two phases ---------------------------------------------------------------------------------------
+
+    def reserve(self, namespace: str, units: int) -> Charge:
+        """Promises units to a request. Raises OverLimit or OutOfBlocks if they could not be had after all promises."""
+        _require_count(units)
+        account = self.account(namespace)
+        own = account.quota.limit - account.firm - account.pending
+        if units > own and self._is_bounded(account):
+            raise self._over_limit(account, units, own)
+        room = self.book.capacity - (self._promised - account.promised) - (account.firm + account.pending)
+        if units > room:
+            raise self._out_of_units(units, room)
+        charge = Charge(namespace, units)
+        if units:
+            self._charges.add(charge)
+            self._change(namespace, pending=units)
+        return charge
+
+    def commit(self, charge: Charge, units: int | None = None) -> None:
+        """`units` (None: all) of the charge were taken. Raises LedgerMisuse if fewer are pending."""
+        units = self._settle(charge, units)
+        self._change(charge.namespace, pending=-units, committed=units)
+
+    def refund(self, charge: Charge, units: int | None = None) -> None:
+        """`units` (None: all that are left) of the charge are not wanted any more. Raises LedgerMisuse."""
+        units = self._settle(charge, units)
+        self._change(charge.namespace, pending=-units)
+
+    def _settle(self, charge: Charge, units: int | None) -> int:
+        units = charge.pending if units is None else units
+        _require_count(units)
+        if units > charge.pending:
+            raise LedgerMisuse(f"{units} units of a charge cannot be settled: {charge.pending} are pending.")
+        if units and charge not in self._charges:
+            raise LedgerMisuse("This charge is not of this ledger.")
+        charge.pending -= units
+        if charge.pending == 0:
+            self._charges.discard(charge)
+        return units
+
+    # --- committed units ----------------------------------------------------------------------------------
+
+    def require(self, namespace: str, units: int) -> None:
+        """Raises OverLimit or OutOfBlocks unless the namespace could take `units` now, reclaiming what it may."""
+        account = self.account(namespace)
+        own, room = account.quota.limit - account.firm, self.room_in_tier(namespace)
+        if units > own and self._is_bounded(account):
+            raise self._over_limit(account, units, own)
+        if units > room:
+            raise self._out_of_units(units, room)
+
+    def charge(self, namespace: str, units: int) -> None:
+        """Units were taken without a promise. They must be unused; whether they are allowed is the caller's to ask."""
+        _require_count(units)
+        if self._committed + units > self.book.capacity:
+            raise LedgerMisuse(f"{units} units more than {self._committed} exceed the {self.book.capacity} there are.")
+        self._change(namespace, committed=units)
+
+    def uncharge(self, namespace: str, units: int, *, idle: int = 0) -> None:
+        """Units were given back, `idle` of them idle ones. Raises LedgerMisuse."""
+        account = self.account(namespace)
+        if not 0 <= idle <= units or idle > account.idle or units - idle > account.firm:
+            raise LedgerMisuse(
+                f"{namespace!r} cannot give back {units} units, {idle} of them idle: "
+                f"it has {account.committed}, {account.idle} of them idle."
+            )
+        self._change(namespace, committed=-units, idle=-idle)
+
+    def rest(self, namespace: str, units: int) -> None:
+        """Units in use have become idle. Raises LedgerMisuse."""
+        if not 0 <= units <= self.account(namespace).firm:
+            raise LedgerMisuse(f"{units} units of {namespace!r} cannot rest: fewer are in use.")
+        self._change(namespace, idle=units)
+
+    def wake(self, namespace: str, units: int) -> None:
+        """Idle units are in use (or pinned) again. Raises LedgerMisuse."""
+        if not 0 <= units <= self.account(namespace).idle:
+            raise LedgerMisuse(f"{units} units of {namespace!r} cannot wake: fewer are idle.")
+        self._change(namespace, idle=-units)
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """From now on `watcher(namespace)` is called after each change of its charges or its quota."""
+        self._watchers.append(watcher)
+
+    # --- proof --------------------------------------------------------------------------------------------
+
+    def check_integrity(self, used: Mapping[str, int] | None = None) -> None:
+        """Proves all sums; with `used` (units in use by namespace, counted elsewhere) also who is charged.
+
+        Raises IntegrityError. O(namespaces + open charges).
+        """
+        found = self.contradictions(used)
+        if found:
+            raise IntegrityError(found)
+
+    def contradictions(self, used: Mapping[str, int] | None = None) -> list[str]:
+        """What `check_integrity` would complain about, one sentence each."""
+        found: list[str] = []
+        pending = dict.fromkeys(self._accounts, 0)
+        for charge in self._charges:
+            pending[charge.namespace] = pending.get(charge.namespace, 0) + charge.pending
+        for name, account in self._accounts.items():
+            who = f"ledger: {name!r}"
+            if not 0 <= account.idle <= account.committed:
+                found.append(f"{who} has {account.committed} units, but {account.idle} idle ones")
+            if account.pending != pending.pop(name):
+                found.append(f"{who} has {account.pending} pending units, but its charges say otherwise")
+            if account.quota != self.book.of(name):
+                found.append(f"{who} is judged by an old quota")
+            if (account.held, account.promised) != _out_of_reach(account):
+                found.append(f"{who} holds {account.held} and {account.promised}, which is not what it has")
+        found += [f"ledger: {name!r} has charges, but no account" for name in pending]
+        for field, total in (("committed", self._committed), ("held", self._held), ("promised", self._promised)):
+            if sum(getattr(account, field) for account in self._accounts.values()) != total:
+                found.append(f"ledger: {field} units of all namespaces are not {total}")
+        if not 0 <= self._committed <= self.book.capacity:
+            found.append(f"ledger: {self._committed} units are used of {self.book.capacity}")
+        return found + self._miscounted(used)
+
+    def _miscounted(self, used: Mapping[str, int] | None) -> list[str]:
+        if used is None:
+            return []
+        return [
+            f"ledger: {name!r} is charged for {self.usage(name)} units, but uses {used.get(name, 0)}"
+            for name in sorted({*used, *self._accounts})
+            if self.usage(name) != used.get(name, 0)
+        ]
+
+    # --- the one place where numbers change ---------------------------------------------------------------
+
+    def _change(self, namespace: str, *, committed: int = 0, idle: int = 0, pending: int = 0) -> None:
+        account = self._accounts.get(namespace)
+        if account is None:
+            account = self._accounts[namespace] = self.account(namespace)
+        account.committed += committed
+        account.idle += idle
+        account.pending += pending
+        self._committed += committed
+        returned = idle - committed - pending
+        if returned > 0:
+            self._rate.add(returned)
+        self._weigh(account)
+        if account.committed == 0 and account.pending == 0:
+            del self._accounts[namespace]
+
+    def _weigh(self, account: Account) -> None:
+        held, promised = _out_of_reach(account)
+        self._held += held - account.held
+        self._promised += promised - account.promised
+        account.held, account.promised = held, promised
+        for watcher in self._watchers:
+            watcher(account.namespace)
+
+    def _policy_changed(self, namespace: str | None) -> None:
+        for name in list(self._accounts) if namespace is None else [namespace]:
+            account = self._accounts.get(name)
+            if account is not None:
+                account.quota = self.book.of(name)
+                self._weigh(account)
+
+    def _is_bounded(self, account: Account) -> bool:
+        """Whether its limit is a bound at all; else the tier's capacity is what has to be named."""
+        return account.quota.limit < self.book.capacity
+
+    def _over_limit(self, account: Account, need: int, have: int) -> OverLimit:
+        return OverLimit(
+            account.namespace,
+            limit=account.quota.limit,
+            need=need,
+            have=max(have, 0),
+            retry_after_s=self.retry_after_s(need - have),
+        )
+
+    def _out_of_units(self, need: int, have: int) -> OutOfBlocks:
+        retry = self.retry_after_s(need - have)
+        return OutOfBlocks(need, max(have, 0), limit=self.book.capacity, retry_after_s=retry)
+
+
+def _out_of_reach(account: Account) -> tuple[int, int]:
+    """`held` and `promised`: what others cannot have, now and once all pending units are committed."""
+    within = min(account.committed, account.quota.reserved)
+    return max(account.firm, within), max(account.firm + account.pending, within)
+
+
+def _require_count(units: int) -> None:
+    if units < 0:
+        raise LedgerMisuse(f"{units} units cannot be booked.")
