@@ -1,0 +1,72 @@
+"""The state of a host tier, and the few moves that always change several of its parts together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from lamina_kvtier.blocks import ReferenceCounts
+from lamina_kvtier.identity import BlockId
+from lamina_kvtier.prefix_index import PrefixIndex
+from lamina_kvtier.tier import BlockKey
+from lamina_kvtier.victims import Victims
+
+__all__ = ["HostBooks", "Reservation"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reservation:
+    """A slot that its owner may write, until it commits or abandons it: exactly once."""
+
+    slot: int
+    key: BlockKey
+
+
+class HostBooks:
+    """What `HostTier` knows. Only it changes anything here; `host_integrity` proves that the parts agree."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.free = list(range(num_slots - 1, -1, -1))  # lowest last: neighbours are handed out together
+        self.keys: list[BlockKey | None] = [None] * num_slots  # of all slots that are not free
+        self.writing: dict[int, Reservation] = {}
+        self.arriving: dict[BlockId, int] = {}  # being written, and still wanted: identity -> slot
+        self.index = PrefixIndex(num_slots)  # what can be found
+        self.holds = ReferenceCounts(num_slots)
+        self.touched: set[int] = set()  # held slots that somebody has used since they were held first
+        self.pins: Counter[BlockId] = Counter()  # leases by identity, also of blocks that are not here
+        self.victims = Victims(num_slots)  # known, not held, not pinned
+        self.charged: dict[str, int] = {}  # slots by namespace, but for free ones
+
+    def key_at(self, slot: int) -> BlockKey:
+        key = self.keys[slot]
+        assert key is not None
+        return key
+
+    def occupy(self, slot: int, key: BlockKey) -> Reservation:
+        """`slot`, just taken from `free`, will be written."""
+        self.keys[slot] = key
+        self.arriving[key.id] = slot
+        self.charged[key.namespace] = self.charged.get(key.namespace, 0) + 1
+        reservation = self.writing[slot] = Reservation(slot, key)
+        return reservation
+
+    def vacate(self, slot: int) -> None:
+        """`slot` is free from now on; it must be neither known nor held nor written."""
+        namespace = self.key_at(slot).namespace
+        self.keys[slot] = None
+        self.free.append(slot)
+        self.charged[namespace] -= 1
+        if self.charged[namespace] == 0:
+            del self.charged[namespace]
+
+    def queue_last(self, slot: int) -> None:
+        """`slot`, known and not held, was used: the last victim, unless it is pinned."""
+        key = self.key_at(slot)
+        if key.id not in self.pins:
+            self.victims.push_back(slot, key.namespace)
+
+    def queue_first(self, slot: int) -> None:
+        """`slot`, known and not held, may go: the next victim, unless it is pinned."""
+        key = self.key_at(slot)
+        if key.id not in self.pins:
+            self.victims.push_front(slot, key.namespace)

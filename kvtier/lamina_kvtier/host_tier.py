@@ -1,0 +1,318 @@
+"""The host tier: which block lies in which slot of the host arena, and which one goes when room is needed.
+
+                reserve                 commit                    hold
+        free ───────────▶ writing ──────────────────▶ cached ◀──────────▶ held
+         ▲                   │ abandon                  │      release      │
+         ├───────────────────┘                          │                   │ forget, then release
+         ├──────────────────────────────────────────────┘ evict, forget     │
+         └──────────────────────────────────────────────────────────────────┘
+
+It touches no memory: the arena is `HostBlocks`, and `BlockMover` and the tiers below move the bytes. What they are
+owed is what the states say: a slot being written is neither found nor reused, a held one (promoted, or written to a
+tier below) is not reused, a pinned one (a lease on its identity) is never evicted.
+
+    free + writing + held + cached (evictable) + pinned (and not held) == total
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lamina_kvtier.errors import BlockMisuse, IntegrityError
+from lamina_kvtier.ghosts import Ghosts, segments_for
+from lamina_kvtier.host_books import HostBooks, Reservation
+from lamina_kvtier.host_integrity import find_violations
+from lamina_kvtier.identity import BlockId
+from lamina_kvtier.reasons import Reason
+from lamina_kvtier.tier import BlockKey
+from lamina_kvtier.victims import LeastRecent, ReclaimPolicy
+
+__all__ = ["HostTier", "HostUsage", "Reservation"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostUsage:
+    """Slots by state, and who pays for them (everything but free ones)."""
+
+    total: int
+    free: int
+    writing: int
+    held: int
+    cached: int
+    pinned: int
+    bytes_by_namespace: dict[str, int]
+
+
+class HostTier:
+    """Slots 0 ... num_slots - 1 of `block_bytes` bytes, found by identity.
+
+    Lists of slots and identities are in a table's order, head first; whatever is let go is let go tail first, so
+    that a prefix shrinks from its end and never loses its head before its tail. To keep that true a caller who stores
+    what follows a known prefix holds that from before it reserves until after it commits, or stores tail first.
+
+    Every method is O(1) per block it names or returns (for a policy that is), except `clear`, `usage` and
+    `check_integrity`. Misuse raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        policy: ReclaimPolicy | None = None,
+        ghosts: Ghosts | None = None,
+    ) -> None:
+        """Raises BlockMisuse. policy: whose block goes; default: the least recently used, whoever pays for it."""
+        if num_slots < 0 or block_bytes < 1:
+            raise BlockMisuse(f"No host tier has {num_slots} slots of {block_bytes} bytes.")
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.evictions: Counter[tuple[str, Reason]] = Counter()  # blocks lost, by namespace; these only grow
+        self.refusals: Counter[tuple[str, Reason]] = Counter()  # blocks not stored for want of room
+        self.misses: Counter[tuple[str, Reason]] = Counter()  # see `count_miss`
+        self.ghost_hits: Counter[tuple[str, int]] = Counter()  # misses by the bytes that would have made them hits
+        self._policy = LeastRecent() if policy is None else policy
+        self._ghosts = Ghosts(segments_for(num_slots)) if ghosts is None else ghosts
+        self._books = HostBooks(num_slots)
+
+    # What is there
+
+    def find(self, ids: Iterable[BlockId]) -> list[int]:
+        """The slots of the longest known prefix of `ids`. Changes nothing, not even the order; `hold` them to use."""
+        return self._books.index.known_prefix(ids)
+
+    def knows(self, identity: BlockId) -> bool:
+        """Whether it is stored, or being written right now."""
+        return self._books.index.block_of(identity) is not None or identity in self._books.arriving
+
+    def key_of(self, slot: int) -> BlockKey | None:
+        """What lies in a slot, or is being written to it, or lay there until it was forgotten."""
+        return self._books.keys[slot]
+
+    def next_victims(self, count: int) -> list[tuple[int, BlockKey]]:
+        """Up to `count` evictable slots, least recently used first: what to save in a tier below. O(count)."""
+        found: list[tuple[int, BlockKey]] = []
+        for slot in self._books.victims:
+            if len(found) >= count:
+                break
+            found.append((slot, self._books.key_at(slot)))
+        return found
+
+    # Storing: two phases
+
+    def reserve(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
+        """A slot for each block that is not there yet; makes room by evicting. In the table's order.
+
+        None: it `knows` the block already (which counts as a use), or the policy gives no room for it (counted in
+        `refusals`). No block of `keys` is evicted for another one of them.
+        """
+        index = self._books.index
+        known = [slot for key in keys if (slot := index.block_of(key.id)) is not None]
+        self.hold(known)
+        reserved = [self._reserve(key) for key in keys]
+        self.release(known)
+        return reserved
+
+    def commit(self, reservations: Sequence[Reservation]) -> None:
+        """They are written: found from now on, unless forgotten meanwhile. In the table's order."""
+        self._end(reservations)
+        for reservation in reversed(reservations):
+            slot, identity = reservation.slot, reservation.key.id
+            if self._books.arriving.get(identity) != slot:  # forgotten since
+                self._books.vacate(slot)
+                continue
+            del self._books.arriving[identity]
+            self._books.index.insert(slot, identity)
+            self._ghosts.discard(identity)
+            self._books.queue_last(slot)
+
+    def abandon(self, reservations: Sequence[Reservation]) -> None:
+        """They will not be written, and nobody writes there any more."""
+        self._end(reservations)
+        for reservation in reversed(reservations):
+            if self._books.arriving.get(reservation.key.id) == reservation.slot:
+                del self._books.arriving[reservation.key.id]
+            self._books.vacate(reservation.slot)
+
+    # Using
+
+    def hold(self, slots: Sequence[int]) -> None:
+        """One more reference on each: it is read, by a promotion or by a tier below, and not reused."""
+        for slot in slots:
+            if not 0 <= slot < self.num_slots or self._books.index.identity_of(slot) is None:
+                raise BlockMisuse(f"Cannot hold slot {slot}: no known block is in it.", block=slot)
+        for slot in slots:
+            if self._books.holds.hold(slot) and slot in self._books.victims:
+                self._books.victims.remove(slot)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Drops one reference on each: they were used, and are the last victims from now on, tail before head."""
+        self._books.holds.require_droppable(slots)
+        self._books.touched.update(slots)
+        for slot in reversed(slots):
+            self._drop(slot)
+
+    def put_back(self, slots: Sequence[int]) -> None:
+        """Drops one reference on each: they were not used, or are not needed here any more.
+
+        They are the next victims from now on, tail before head (unless somebody else who held them used them, or
+        uses them). So it ends the writing of `next_victims` to a tier below (given in reverse: those come tail
+        first), and it ends a promotion if tiers are to be exclusive: the slot is reused as soon as one is needed,
+        even before a tail that was not promoted, for which the tier above now has the head.
+        """
+        self._books.holds.require_droppable(slots)
+        touched = [slot for slot in slots if slot in self._books.touched]
+        for slot in slots:
+            if slot not in self._books.touched:
+                self._drop(slot)
+        for slot in reversed(touched):
+            self._drop(slot)
+
+    # Pins
+
+    def pin(self, ids: Iterable[BlockId]) -> None:
+        """A lease on each identity, stored or not yet: while it has one it is never evicted. They are counted."""
+        for identity in ids:
+            self._books.pins[identity] += 1
+            slot = self._books.index.block_of(identity)
+            if slot is not None and slot in self._books.victims:
+                self._books.victims.remove(slot)
+
+    def unpin(self, ids: Sequence[BlockId]) -> None:
+        """Ends one lease on each. The last victims from now on, tail before head."""
+        pins = self._books.pins
+        for identity, times in Counter(ids).items():
+            if pins.get(identity, 0) < times:
+                raise BlockMisuse(f"Cannot unpin {identity.hex()[:12]} {times} times: it has {pins[identity]} pins.")
+        for identity in reversed(ids):
+            pins[identity] -= 1
+            if pins[identity] == 0:
+                del pins[identity]
+                slot = self._books.index.block_of(identity)
+                if slot is not None and self._books.holds[slot] == 0:
+                    self._books.queue_last(slot)
+
+    # Losing
+
+    def forget(self, ids: Iterable[BlockId], reason: Reason) -> int:
+        """Makes identities unknown, pinned ones too, and returns how many were known or being written.
+
+        Held slots stay with their holders and become free afterwards. Pins stay leases on an identity.
+        """
+        forgotten = 0
+        for identity in ids:
+            slot = self._books.index.block_of(identity)
+            if slot is not None:
+                self._lose(slot, reason)
+            else:
+                slot = self._books.arriving.pop(identity, None)
+            forgotten += slot is not None
+        return forgotten
+
+    def clear(self, reason: Reason) -> int:
+        """Forgets everything, as `forget` does. O(slots)."""
+        books = self._books
+        known = [key.id for key in books.keys if key is not None and books.index.block_of(key.id) is not None]
+        return self.forget([*known, *books.arriving], reason)
+
+    # Explaining
+
+    def explain(self, identity: BlockId) -> Reason:
+        """Why it is not here: what it was lost for, as far as that is remembered. Changes nothing."""
+        ghost = self._ghosts.find(identity)
+        return Reason.NEVER_STORED if ghost is None else ghost.reason
+
+    def count_miss(self, key: BlockKey) -> Reason:
+        """A request wanted this block and no tier had it: counts and returns why."""
+        ghost = self._ghosts.find(key.id)
+        reason = Reason.NEVER_STORED if ghost is None else ghost.reason
+        if ghost is not None and reason in (Reason.PRESSURE, Reason.OWN_QUOTA):
+            self.ghost_hits[key.namespace, ghost.extra_blocks * self.block_bytes] += 1
+        self.misses[key.namespace, reason] += 1
+        return reason
+
+    def bytes_of(self, namespace: str) -> int:
+        """What a namespace pays for here, slots being written included."""
+        return self._books.charged.get(namespace, 0) * self.block_bytes
+
+    def usage(self) -> HostUsage:
+        """O(namespaces)."""
+        books = self._books
+        held, cached = books.holds.active, len(books.victims)
+        busy = len(books.free) + len(books.writing) + held + cached
+        return HostUsage(
+            total=self.num_slots,
+            free=len(books.free),
+            writing=len(books.writing),
+            held=held,
+            cached=cached,
+            pinned=self.num_slots - busy,
+            bytes_by_namespace={namespace: slots * self.block_bytes for namespace, slots in books.charged.items()},
+        )
+
+    def check_integrity(self) -> None:
+        """Proves every rule of the bookkeeping; raises IntegrityError with all broken ones. O(num_slots)."""
+        violations = find_violations(self._books)
+        if violations:
+            raise IntegrityError(violations)
+
+    # Inside
+
+    def _reserve(self, key: BlockKey) -> Reservation | None:
+        if self.knows(key.id):
+            return None
+        slot = self._take(key)
+        return None if slot is None else self._books.occupy(slot, key)
+
+    def _take(self, key: BlockKey) -> int | None:
+        # The one place where a victim is chosen.
+        books, namespace = self._books, key.namespace
+        owner: str | None
+        if not self._policy.may_grow(namespace, books.charged):
+            owner, reason = namespace, Reason.OWN_QUOTA
+        elif books.free:
+            return books.free.pop()
+        else:
+            owner, reason = self._policy.victim(namespace, books.charged, books.victims), Reason.PRESSURE
+        victim = None if owner is None else books.victims.oldest(owner)
+        if victim is None:
+            self.refusals[namespace, reason] += 1
+            self._ghosts.add(key.id, reason)
+            return None
+        self._lose(victim, reason)
+        return books.free.pop()
+
+    def _lose(self, slot: int, reason: Reason) -> None:
+        """A known block becomes unknown; its slot is free unless somebody holds it."""
+        key = self._books.key_at(slot)
+        self.evictions[key.namespace, reason] += 1
+        self._ghosts.add(key.id, reason)
+        self._books.index.drop(slot)
+        if slot in self._books.victims:
+            self._books.victims.remove(slot)
+        if self._books.holds[slot] == 0:
+            self._books.vacate(slot)
+
+    def _drop(self, slot: int) -> None:
+        books = self._books
+        if not books.holds.drop(slot):
+            return
+        was_used = slot in books.touched
+        books.touched.discard(slot)
+        if books.index.identity_of(slot) is None:  # forgotten while it was held
+            books.vacate(slot)
+        elif was_used:
+            books.queue_last(slot)
+        else:
+            books.queue_first(slot)
+
+    def _end(self, reservations: Sequence[Reservation]) -> None:
+        writing = self._books.writing
+        for reservation in reservations:
+            if writing.get(reservation.slot) is not reservation:
+                raise BlockMisuse("This reservation has ended, or was never given.", block=reservation.slot)
+        if len({reservation.slot for reservation in reservations}) != len(reservations):
+            raise BlockMisuse("A reservation ends once.")
+        for reservation in reservations:
+            del writing[reservation.slot]
