@@ -84,7 +84,7 @@ class _StreamLane:
     __slots__ = ("_stream",)
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)
 
     def submit(self, work: Callable[[], None]) -> Transfer:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -103,7 +103,7 @@ class _Queued:
 
     def done(self) -> bool:
         try:
-            return bool(self._event.query())  # type: ignore[no-untyped-call]
+            return bool(self._event.query())
         except RuntimeError as error:  # the device failed: it will never be done otherwise
             self._error = self._error or error
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from lamina.engine.batch import Batch, Span
 from lamina_kernels.gpu.attention_prefill import build_prefill_tiles
 from lamina_kernels.gpu.lora_tiles import DECODE_ROWS, PREFILL_ROWS, LoraTiles, build_tiles
+
+Integer = TypeVar("Integer", np.int64, np.int32)
 
 __all__ = ["FixedInputs", "HostInputs", "StepInputs", "StepShape", "padding_inputs", "upload"]
 
@@ -45,7 +48,7 @@ class StepShape:
     prefill_rows: int  # `prefill_tile_rows` of the model's attention
 
 
-def upload(array: NDArray[np.int64] | NDArray[np.int32], device: torch.device) -> Tensor:
+def upload(array: NDArray[Integer], device: torch.device) -> Tensor:
     """A tensor on the device, without waiting for it."""
     host = torch.from_numpy(array)
     if device.type == "cuda":  # CUDA only: a copy from pageable memory would wait
@@ -138,7 +141,7 @@ def _inputs(
     return StepInputs(decode_rows, token_ids, positions, kv_slots, logit_rows, contexts, tables, prefill_tiles, tiles)
 
 
-def _padded(array: NDArray[np.int64], rows: int, value: int) -> NDArray[np.int64]:
+def _padded(array: NDArray[Integer], rows: int, value: int) -> NDArray[Integer]:
     return np.concatenate((array, np.full(rows, value, dtype=array.dtype))) if rows else array
 
 
@@ -158,18 +161,18 @@ def _tables(spans: Sequence[Span]) -> NDArray[np.int32]:
 _ALIGN = 16  # bytes: kernels are compiled for pointers that are multiples of it, and anew for one that is not
 
 
-def _pack(fields: Sequence[NDArray[np.generic]]) -> NDArray[np.generic]:
-    pieces = []
+def _pack(fields: Sequence[NDArray[Integer]]) -> NDArray[Integer]:
+    pieces: list[NDArray[Integer]] = []
     for field in fields:
         pieces += [field.reshape(-1), np.zeros(_gap(field), dtype=field.dtype)]
     return np.concatenate(pieces)
 
 
-def _gap(field: NDArray[np.generic]) -> int:
+def _gap(field: NDArray[Integer]) -> int:
     """Elements that follow a field so that the next one is aligned."""
     return -field.size % (_ALIGN // field.itemsize)
 
 
-def _split(packed: Tensor, fields: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+def _split(packed: Tensor, fields: Sequence[NDArray[Integer]]) -> list[Tensor]:
     pieces = packed.split([field.size + _gap(field) for field in fields])
     return [piece[: field.size].view(field.shape) for piece, field in zip(pieces, fields, strict=True)]

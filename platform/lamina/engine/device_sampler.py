@@ -52,7 +52,7 @@ class Pending:
         self._rows = SampledRows(*(_to_host(part) for part in _parts(rows)))
         self._done: torch.cuda.Event | None = None
         if rows.tokens.is_cuda:
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()
             self._done.record()
 
     def collect(self) -> list[Sampled]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Literal
 
 from torch import Tensor
 
@@ -38,4 +39,5 @@ class DeviceOps:
         return _DeviceNorm(weight, eps)
 
     def gated(self, activation: str) -> Callable[[Tensor], Tensor]:
-        return partial(gated, activation=activation)
+        kinds: Mapping[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_tanh": "gelu_tanh"}
+        return partial(gated, activation=kinds[activation])
