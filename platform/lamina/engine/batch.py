@@ -36,8 +36,8 @@ class Batch:
     """One forward pass over T rows, R of which are projected to logits.
 
     Decode rows come first: one token each, behind the whole prompt. What a row is depends on its own choice alone, so
-    that device kernels may differ between the kinds and a row's result still not depend on its neighbours. Within each
-    kind the rows of one adapter are contiguous, base rows first.
+    that device kernels may differ between the kinds and what one of them computes for a row still not depend on the
+    row's neighbours. Within each kind the rows of one adapter are contiguous, base rows first.
     """
 
     chunks: tuple[Chunk, ...]  # in row order
