@@ -9,7 +9,7 @@ from lamina_kvtier.blocks import ReferenceCounts
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.prefix_index import PrefixIndex
 from lamina_kvtier.tier import BlockKey
-from lamina_kvtier.victims import Victims
+from lamina_kvtier.victims import ReclaimPolicy, Victims
 
 __all__ = ["HostBooks", "Reservation"]
 
@@ -25,7 +25,8 @@ class Reservation:
 class HostBooks:
     """What `HostTier` knows. Only it changes anything here; `host_integrity` proves that the parts agree."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, policy: ReclaimPolicy) -> None:
+        self.policy = policy  # is told of every move
         self.free = list(range(num_slots - 1, -1, -1))  # lowest last: neighbours are handed out together
         self.keys: list[BlockKey | None] = [None] * num_slots  # of all slots that are not free
         self.writing: dict[int, Reservation] = {}
@@ -47,6 +48,7 @@ class HostBooks:
         self.keys[slot] = key
         self.arriving[key.id] = slot
         self.charged[key.namespace] = self.charged.get(key.namespace, 0) + 1
+        self.policy.took(slot, key.namespace)
         reservation = self.writing[slot] = Reservation(slot, key)
         return reservation
 
@@ -58,15 +60,24 @@ class HostBooks:
         self.charged[namespace] -= 1
         if self.charged[namespace] == 0:
             del self.charged[namespace]
+        self.policy.freed(slot)
 
     def queue_last(self, slot: int) -> None:
         """`slot`, known and not held, was used: the last victim, unless it is pinned."""
         key = self.key_at(slot)
         if key.id not in self.pins:
             self.victims.push_back(slot, key.namespace)
+            self.policy.rested(slot)
 
     def queue_first(self, slot: int) -> None:
         """`slot`, known and not held, may go: the next victim, unless it is pinned."""
         key = self.key_at(slot)
         if key.id not in self.pins:
             self.victims.push_front(slot, key.namespace)
+            self.policy.rested(slot)
+
+    def wake(self, slot: int) -> None:
+        """`slot` is no victim any more, if it was one."""
+        if slot in self.victims:
+            self.victims.remove(slot)
+            self.policy.woke(slot)

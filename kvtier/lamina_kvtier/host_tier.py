@@ -74,7 +74,7 @@ class HostTier:
         self.ghost_hits: Counter[tuple[str, int]] = Counter()  # misses by the bytes that would have made them hits
         self._policy = LeastRecent() if policy is None else policy
         self._ghosts = Ghosts(segments_for(num_slots)) if ghosts is None else ghosts
-        self._books = HostBooks(num_slots)
+        self._books = HostBooks(num_slots, self._policy)
 
     # What is there
 
@@ -124,7 +124,6 @@ class HostTier:
                 continue
             del self._books.arriving[identity]
             self._books.index.insert(slot, identity)
-            self._ghosts.discard(identity)
             self._books.queue_last(slot)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
@@ -143,8 +142,8 @@ class HostTier:
             if not 0 <= slot < self.num_slots or self._books.index.identity_of(slot) is None:
                 raise BlockMisuse(f"Cannot hold slot {slot}: no known block is in it.", block=slot)
         for slot in slots:
-            if self._books.holds.hold(slot) and slot in self._books.victims:
-                self._books.victims.remove(slot)
+            if self._books.holds.hold(slot):
+                self._books.wake(slot)
 
     def release(self, slots: Sequence[int]) -> None:
         """Drops one reference on each: they were used, and are the last victims from now on, tail before head."""
@@ -176,8 +175,8 @@ class HostTier:
         for identity in ids:
             self._books.pins[identity] += 1
             slot = self._books.index.block_of(identity)
-            if slot is not None and slot in self._books.victims:
-                self._books.victims.remove(slot)
+            if slot is not None:
+                self._books.wake(slot)
 
     def unpin(self, ids: Sequence[BlockId]) -> None:
         """Ends one lease on each. The last victims from now on, tail before head."""
@@ -262,26 +261,34 @@ class HostTier:
     def _reserve(self, key: BlockKey) -> Reservation | None:
         if self.knows(key.id):
             return None
+        self._ghosts.discard(key.id)  # before its victim becomes one: then their order stays exact
         slot = self._take(key)
         return None if slot is None else self._books.occupy(slot, key)
 
     def _take(self, key: BlockKey) -> int | None:
         # The one place where a victim is chosen.
         books, namespace = self._books, key.namespace
-        owner: str | None
-        if not self._policy.may_grow(namespace, books.charged):
-            owner, reason = namespace, Reason.OWN_QUOTA
-        elif books.free:
-            return books.free.pop()
-        else:
-            owner, reason = self._policy.victim(namespace, books.charged, books.victims), Reason.PRESSURE
-        victim = None if owner is None else books.victims.oldest(owner)
-        if victim is None:
-            self.refusals[namespace, reason] += 1
-            self._ghosts.add(key.id, reason)
-            return None
-        self._lose(victim, reason)
+        while not self._policy.may_grow(namespace, books.charged):
+            if not self._evict(namespace, Reason.OWN_QUOTA):
+                self._refuse(key, Reason.OWN_QUOTA)
+                return None
+        if not books.free:
+            owner = self._policy.victim(namespace, books.charged, books.victims)
+            if not self._evict(owner, Reason.PRESSURE):
+                self._refuse(key, Reason.PRESSURE)
+                return None
         return books.free.pop()
+
+    def _evict(self, owner: str | None, reason: Reason) -> bool:
+        """The owner's oldest victim, if there is one."""
+        victim = None if owner is None else self._books.victims.oldest(owner)
+        if victim is not None:
+            self._lose(victim, reason)
+        return victim is not None
+
+    def _refuse(self, key: BlockKey, reason: Reason) -> None:
+        self.refusals[key.namespace, reason] += 1
+        self._ghosts.add(key.id, reason)
 
     def _lose(self, slot: int, reason: Reason) -> None:
         """A known block becomes unknown; its slot is free unless somebody holds it."""
@@ -289,8 +296,7 @@ class HostTier:
         self.evictions[key.namespace, reason] += 1
         self._ghosts.add(key.id, reason)
         self._books.index.drop(slot)
-        if slot in self._books.victims:
-            self._books.victims.remove(slot)
+        self._books.wake(slot)
         if self._books.holds[slot] == 0:
             self._books.vacate(slot)
 

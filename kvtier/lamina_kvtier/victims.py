@@ -29,7 +29,8 @@ class VictimsView(Protocol):
 class ReclaimPolicy(Protocol):
     """Whose block goes when room is needed. `used`: slots by namespace, pinned ones and those being written included.
 
-    The tier asks before every slot that it takes; answers must be O(namespaces) at most and change nothing.
+    The tier asks before every slot that it takes; answers must be O(namespaces) at most and change no slot. And it
+    tells what becomes of each slot, for policies that keep accounts: took, then rested and woke in turn, then freed.
     """
 
     def may_grow(self, namespace: str, used: Mapping[str, int]) -> bool:
@@ -38,6 +39,22 @@ class ReclaimPolicy(Protocol):
 
     def victim(self, requester: str, used: Mapping[str, int], victims: VictimsView) -> str | None:
         """Whose oldest victim goes when no slot is free; None: nobody's, nothing is stored."""
+        ...
+
+    def took(self, slot: int, namespace: str) -> None:
+        """A free slot is the namespace's from now on, and in use."""
+        ...
+
+    def rested(self, slot: int) -> None:
+        """It may be evicted from now on."""
+        ...
+
+    def woke(self, slot: int) -> None:
+        """It may not any more."""
+        ...
+
+    def freed(self, slot: int) -> None:
+        """It was in use and is free."""
         ...
 
 
@@ -49,6 +66,18 @@ class LeastRecent:
 
     def victim(self, requester: str, used: Mapping[str, int], victims: VictimsView) -> str | None:
         return victims.oldest_namespace()
+
+    def took(self, slot: int, namespace: str) -> None:
+        """Keeps no accounts."""
+
+    def rested(self, slot: int) -> None:
+        """Keeps no accounts."""
+
+    def woke(self, slot: int) -> None:
+        """Keeps no accounts."""
+
+    def freed(self, slot: int) -> None:
+        """Keeps no accounts."""
 
 
 class Victims:

@@ -42,10 +42,27 @@ def chain(namespace: str, tokens: Sequence[int]) -> list[BlockKey]:
 
 
 class Limits:
-    """A policy with teeth: a limit for each, and who has most gives. `generous`: no limit, and the oldest goes."""
+    """A policy with teeth: a limit for each, and who has most gives. Keeps its own account of who has what."""
 
     def __init__(self, limits: Mapping[str, int]) -> None:
         self.limits = limits
+        self.slots: dict[int, str] = {}
+        self.idle: set[int] = set()
+
+    def took(self, slot: int, namespace: str) -> None:
+        assert slot not in self.slots
+        self.slots[slot] = namespace
+
+    def rested(self, slot: int) -> None:
+        assert slot in self.slots.keys() - self.idle
+        self.idle.add(slot)
+
+    def woke(self, slot: int) -> None:
+        self.idle.remove(slot)
+
+    def freed(self, slot: int) -> None:
+        assert slot not in self.idle
+        del self.slots[slot]
 
     def may_grow(self, namespace: str, used: Mapping[str, int]) -> bool:
         return used.get(namespace, 0) < self.limits[namespace]
@@ -102,6 +119,7 @@ class NaiveHost:
         if self.slot_of(key.id, "known", "writing") is not None:
             assert reservation is None
             return
+        self.ghosts.pop(key.id, None)
         charged = self.charged()
         owner: str | None = None
         room = charged[key.namespace] < self.limits[key.namespace]
@@ -132,7 +150,6 @@ class NaiveHost:
                 del self.entries[slot]
             else:
                 entry.state = "known"
-                self.ghosts.pop(entry.key.id, None)
                 self.queue(slot, last=True)
 
     def abandon(self, slots: Sequence[int]) -> None:
@@ -218,7 +235,8 @@ class HostMachine(RuleBasedStateMachine):
     @initialize(num_slots=st.integers(0, MAX_SLOTS), limits=st.lists(st.integers(0, MAX_SLOTS), min_size=3, max_size=3))
     def start(self, num_slots: int, limits: list[int]) -> None:
         by_name = dict(zip(NAMESPACES, limits, strict=True))
-        self.real = HostTier(num_slots, BLOCK_BYTES, policy=Limits(by_name), ghosts=Ghosts([10_000]))
+        self.policy = Limits(by_name)
+        self.real = HostTier(num_slots, BLOCK_BYTES, policy=self.policy, ghosts=Ghosts([10_000]))
         self.naive = NaiveHost(num_slots, by_name)
         self.arena = [POISON] * num_slots
         self.held: list[tuple[int, bytes]] = []  # every hold: the slot and what is read there
@@ -359,7 +377,8 @@ class HostMachine(RuleBasedStateMachine):
     def both_worlds_agree(self) -> None:
         real, naive = self.real, self.naive
         assert list(real._books.victims) == naive.order
-        assert real._books.charged == dict(naive.charged())
+        assert real._books.charged == dict(naive.charged()) == Counter(self.policy.slots.values())
+        assert self.policy.idle == set(naive.order)
         assert real.evictions == naive.evictions
         assert real.refusals == naive.refusals
         usage = real.usage()
