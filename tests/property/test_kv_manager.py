@@ -292,6 +292,7 @@ def quotas_of(draw: st.DrawFn) -> Quota:
 
 
 quotas = quotas_of()
+policies_of_some = st.dictionaries(st.sampled_from(list(OWNERS.values())), quotas)
 
 
 class KvMachine(RuleBasedStateMachine):
@@ -349,6 +350,18 @@ class KvMachine(RuleBasedStateMachine):
     @rule(target=sequences, root=roots, prompt=prompts, publish=st.booleans(), adopt=st.booleans())
     def begin(self, root: bytes, prompt: list[int], publish: bool, adopt: bool) -> Any:
         """Takes the known prefix, computes the rest, perhaps publishes it."""
+        sequence = self.started(root, prompt, publish, adopt)
+        return multiple() if sequence is None else sequence
+
+    @rule(work=st.lists(st.tuples(roots, st.lists(st.integers(0, 1), min_size=2, max_size=9)), min_size=1, max_size=4))
+    def serve(self, work: list[tuple[bytes, list[int]]]) -> None:
+        """Whole requests, one after the other: they fill the cache, hit it and evict."""
+        for root, prompt in work:
+            sequence = self.started(root, prompt, True, True)
+            if sequence is not None:
+                self.finish(sequence)
+
+    def started(self, root: bytes, prompt: list[int], publish: bool, adopt: bool) -> Sequence | None:
         sequence = Sequence(root, prompt, chain_of(root, prompt))
         known = self.both("acquire", sequence.chain.ids)
         missing = -(-len(prompt) // BLOCK_SIZE) - len(known)
@@ -356,7 +369,7 @@ class KvMachine(RuleBasedStateMachine):
             sequence.table = known + self.allocate(missing, root)
         except OutOfBlocks:
             self.both("release", known)
-            return multiple()
+            return None
         for at in range(len(known), len(sequence.table)):
             self.pool[sequence.table[at]] = sequence.contents(at)
         self.alive.append(sequence)
@@ -502,19 +515,31 @@ class KvMachine(RuleBasedStateMachine):
 class QuotaKvMachine(KvMachine):
     """Each root's blocks are charged to its namespace; policy arrives late and changes; prefixes are pinned."""
 
-    @initialize(num_blocks=st.integers(1, MAX_BLOCKS), headroom=st.integers(0, 2))
-    def start(self, num_blocks: int, headroom: int) -> None:
+    @initialize(
+        num_blocks=st.integers(1, 8),
+        headroom=st.integers(0, 1),
+        shares=st.sampled_from([(1, 1, 1), (2, 1, 0), (1, 0, 0), (0, 0, 0), None]),
+        more=st.integers(0, 3),
+    )
+    def start(self, num_blocks: int, headroom: int, shares: tuple[int, ...] | None, more: int) -> None:
+        """Policy is there (most often promising all that there is) or not yet."""
         self.book = QuotaBook(num_blocks, min(headroom, num_blocks))
         self.real = KvManager(num_blocks, BLOCK_SIZE, quotas=self.book)
         self.naive = NaiveManager(num_blocks, self.book)
         self.pool = [POISON] * num_blocks
         self.alive = []
         self.pinned: list[tuple[list[bytes], str]] = []
+        if shares is not None:
+            parts = [self.book.coverable * share // max(sum(shares), 1) for share in shares]
+            policies = {
+                name: Quota(part, part + more, part // 2) for name, part in zip(OWNERS.values(), parts, strict=True)
+            }
+            self.load_policies(policies)
 
     def owned(self, root: bytes) -> dict[str, str]:
         return {"owner": OWNERS[root]}
 
-    @rule(policies=st.dictionaries(st.sampled_from(list(OWNERS.values())), quotas))
+    @rule(policies=policies_of_some)
     def load_policies(self, policies: dict[str, Quota]) -> None:
         """All or nothing."""
         before = self.book.loaded, self.book.policies()
