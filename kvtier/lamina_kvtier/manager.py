@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PinCounts, PrefixMatch, ReferenceCounts
@@ -96,6 +97,20 @@ class KvManager:
     def evictions(self) -> dict[tuple[str, str], int]:
         """Evicted blocks by owner and reason: `limit`, `over_share`, `own`, or `lru` before policy is loaded."""
         return {} if self._owned is None else dict(self._owned.evictions)
+
+    def next_victims(self, count: int) -> list[tuple[int, BlockId]]:
+        """Up to `count` evictable blocks with their identities, least recently used first: what to save below.
+
+        Quotas may change the order in which they go. Changes nothing. O(free + count).
+        """
+        found: list[tuple[int, BlockId]] = []
+        for block in self._unheld:
+            if len(found) >= count:
+                break
+            identity = self._index.identity_of(block)
+            if identity is not None:
+                found.append((block, identity))
+        return found
 
     def match(self, ids: Sequence[BlockId]) -> int:
         """Length, in blocks, of the longest known prefix of `ids`. Changes nothing, not even the order."""
@@ -258,6 +273,15 @@ class KvManager:
                 if block is not None and self._references[block] == 0 and self._payer(block) == payer:
                     self._leased -= 1
                     self._queue(block)
+
+    def leased_by_owner(self) -> dict[str, int]:
+        """Blocks that nobody holds and only a pin keeps, by who pays for them. O(pinned identities)."""
+        found: Counter[str] = Counter()
+        for namespace, identity in self._pins:
+            block = self._index.block_of(identity)
+            if block is not None and self._references[block] == 0 and self._payer(block) == namespace:
+                found[namespace] += 1
+        return dict(found)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Proves every rule of the bookkeeping; raises IntegrityError with all broken ones. O(num_blocks).

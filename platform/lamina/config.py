@@ -23,6 +23,9 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_bytes: int = 1024 * MIB  # size of the block pool; ignored when num_blocks is set
     num_blocks: int | None = None
+    host_kv_bytes: int = 0  # host memory for blocks that the pool has no room for; 0: no such tier
+    kv_store_url: str = ""  # redis://, rediss:// or unix:// of a Redis or Valkey server that keeps blocks; "": none
+    kv_store_ttl_s: float | None = None  # a stored block expires so long after it was written; None: never
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left
     max_running: int = 64  # choices in the running batch

@@ -7,12 +7,19 @@ from enum import StrEnum
 
 __all__ = [
     "AdapterRunning",
+    "CommonsReport",
     "EngineFailure",
     "EngineInfo",
     "EngineStats",
     "FinishReason",
     "GenerationRequest",
+    "PinAnswer",
+    "PinOrder",
+    "PinRecord",
+    "PinState",
+    "QuotaPolicy",
     "SamplingParams",
+    "TenantBlocks",
     "TokenEvent",
     "TokenLogprob",
 ]
@@ -121,6 +128,7 @@ class EngineInfo:
     max_lora_rank: int
     dtype: str
     device: str
+    block_bytes: int = 0  # keys and values of one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,4 +157,104 @@ class EngineStats:
     finished: int = 0
     cancelled: int = 0
     step_seconds: float = 0.0  # time spent inside steps
+    host_blocks_total: int = 0  # of the host tier; 0: there is none
+    host_blocks_used: int = 0
+    spilled_blocks: int = 0  # device to host
+    promoted_blocks: int = 0  # host to device
+    stored_blocks: int = 0  # host to store
+    loaded_blocks: int = 0  # store to host
+    declined_blocks: int = 0  # found below, but computing was cheaper
+    failed_blocks: int = 0  # lost on the way up or down
     adapters: tuple[AdapterRunning, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaPolicy:
+    """What a namespace is promised of the block pool: 0 <= pin_limit <= reserved <= limit, in blocks."""
+
+    namespace: str
+    reserved_blocks: int = 0
+    limit_blocks: int | None = None  # None: the whole pool
+    pin_limit_blocks: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinOrder:
+    """A wish to keep the full blocks of a prompt's beginning. Times in seconds."""
+
+    namespace: str
+    token_ids: tuple[int, ...]
+    adapter: str | None = None
+    floor: str = "gpu"  # the lowest tier that it may sink to
+    ttl_s: float = 3600.0  # refreshed by each hit ...
+    hard_max_s: float = 86400.0  # ... up to so long after it was granted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinRecord:
+    """A pin that was granted, as it is kept for a restart. `order.token_ids` are those of the granted blocks."""
+
+    pin_id: str
+    order: PinOrder
+    created_at: float  # Unix seconds
+    expires_at: float
+    hits: int = 0
+    last_hit_at: float | None = None
+    clipped_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinState:
+    """A pin as the engine has it. `resident_blocks` of its `blocks` are in the pool, the others not computed (yet)."""
+
+    pin_id: str
+    namespace: str
+    floor: str
+    blocks: int
+    resident_blocks: int
+    clipped_blocks: int
+    ttl_s: float
+    hard_max_s: float
+    created_at: float  # Unix seconds
+    expires_at: float
+    hits: int = 0
+    last_hit_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinAnswer:
+    """`need` blocks were wanted beyond what is pinned already, `have` were left of the pin `limit`."""
+
+    status: str  # granted | clipped | denied
+    reason: str | None  # why not, or not all of it
+    pin: PinState | None  # None: denied
+    limit: int
+    need: int
+    have: int
+    decision: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantBlocks:
+    """A namespace's blocks in the pool. Cached ones may be evicted; pinned ones are held by a pin alone."""
+
+    namespace: str
+    active: int = 0
+    cached: int = 0
+    pinned: int = 0
+    pending: int = 0  # promised to running choices
+    pin_hits: int = 0  # only grows
+    evictions: tuple[tuple[str, int], ...] = ()  # by reason; only grow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonsReport:
+    """How the pool is shared. Until `loaded`, quotas are not known and nobody is held to one."""
+
+    loaded: bool
+    capacity: int  # blocks
+    coverable: int  # of those can be promised to all tenants together
+    tenants: tuple[TenantBlocks, ...] = ()
+    pins: tuple[PinState, ...] = ()

@@ -13,7 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.types import FinishReason, GenerationRequest
 from lamina.wiring.backends import Backend, TorchBackend
+from lamina.wiring.tiers import MakeTiers, build_tiers
+from lamina_kvtier.memory_tier import MemoryStore
 from support.ahead import AheadBackend
+from support.below import Below
 
 _SCRATCH = TemporaryDirectory(prefix="lamina-tests-")
 _STORE = Path(_SCRATCH.name) / "store"
@@ -43,11 +46,16 @@ class EngineMachine(RuleBasedStateMachine):
 
     backend: Backend = TorchBackend()
 
+    def tiers(self, blocks: int) -> MakeTiers:
+        """What the engine has below its pool of so many blocks."""
+        return build_tiers
+
     @initialize(chunk=st.sampled_from([4, 16, 40]), blocks=st.integers(8, 20), cache=st.booleans())
     def start(self, chunk: int, blocks: int, cache: bool) -> None:
         self.core = tiny_core(
             _STORE,
             backend=self.backend,
+            tiers=self.tiers(blocks) if cache else build_tiers,
             num_blocks=blocks,
             max_batch_tokens=chunk,
             max_running=4,
@@ -119,6 +127,14 @@ class AheadMachine(EngineMachine):
     backend = AheadBackend()
 
 
+class TieredMachine(AheadMachine):
+    """And while blocks go down to host memory and a store with faults, and come back up."""
+
+    def tiers(self, blocks: int) -> MakeTiers:
+        return Below(host=10, store=_SHARED, seed=blocks)
+
+
+_SHARED = MemoryStore(limit=1 << 20)
 _SETTINGS = settings(
     max_examples=20,
     stateful_step_count=25,
@@ -129,3 +145,5 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = _SETTINGS
 TestAheadMachine = AheadMachine.TestCase
 TestAheadMachine.settings = _SETTINGS
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = _SETTINGS

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lamina.engine.adapters import AdapterLoads
 from lamina.engine.batch import build_batch
+from lamina.engine.commons import Commons
 from lamina.engine.flight import Flight
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice, ChoiceStatus, RequestState
@@ -22,6 +23,7 @@ from lamina.engine.sampler import Sampled, StepSampler
 from lamina.engine.sampling_params import validate
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.scheduler import Scheduler
+from lamina.engine.tiers import Tiers
 from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest, LimitExceeded
 from lamina.types import (
     AdapterRunning,
@@ -64,15 +66,20 @@ class EngineCore:
         runner: Runner,
         sampler: StepSampler,
         adapters: AdapterLoads,
+        tiers: Tiers,
     ) -> None:
+        """`tiers` are those that the scheduler asks, too."""
         self.info = info
         self.scheduler = scheduler
+        self.commons = Commons(scheduler.kv, self._root)
+        scheduler.prefix_hit = self.commons.hit
         self._layout = layout
         self._eos = eos_token_ids
         self._limits = limits
         self._runner = runner
         self._sampler = sampler
         self._adapters = adapters
+        self._tiers = tiers
         self._requests: dict[str, RequestState] = {}
         self._retiring: set[str] = set()  # adapters to unload when their last request has ended
         self._outbox: list[TokenEvent] = []
@@ -91,16 +98,18 @@ class EngineCore:
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request.
 
-        Raises InvalidRequest (parameters, duplicate id), ContextLengthExceeded, EngineOverloaded (queue full),
-        or a NotFound for an adapter that is not in the store.
+        Raises InvalidRequest (parameters, duplicate id), ContextLengthExceeded, ExceedsQuota (it could never fit),
+        EngineOverloaded (queue full), or a NotFound for an adapter that is not in the store.
         """
         self._check(request)
         self._arrivals += 1
         seed = request.sampling.seed
         state = RequestState(request, self._arrivals, secrets.randbits(63) if seed is None else seed)
-        chain = IdentityChain(self._root(request), self.info.block_size)
+        chain = IdentityChain(self._root(request.adapter, request.namespace), self.info.block_size)
         chain.extend(request.prompt_token_ids)
-        self.scheduler.queue.push(self._choice(state, 0, chain))
+        choice = self._choice(state, 0, chain)
+        self.scheduler.admission.require_possible(choice)
+        self.scheduler.queue.push(choice)
         self._requests[request.request_id] = state
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
 
@@ -149,12 +158,9 @@ class EngineCore:
         if prompt + completion > limit:
             raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=completion)
 
-    def _root(self, request: GenerationRequest) -> BlockId:
+    def _root(self, adapter: str | None, namespace: str) -> BlockId:
         return root_id(
-            model_digest=self.info.model_digest,
-            layout=self._layout,
-            adapter=request.adapter,
-            namespace=request.namespace,
+            model_digest=self.info.model_digest, layout=self._layout, adapter=adapter, namespace=namespace
         )
 
     def _choice(self, state: RequestState, index: int, chain: IdentityChain) -> Choice:
@@ -210,6 +216,8 @@ class EngineCore:
         If the sampler runs ahead, the pass that lands is the one before, so that the device never waits for this
         code; else it is the same one.
         """
+        self._tiers.settle()
+        self.commons.expire()
         plan = self.scheduler.plan()
         for choice, failure in plan.failures:
             self._finish(choice, FinishReason.ERROR, failure=failure)
@@ -223,10 +231,13 @@ class EngineCore:
             landing, self._flight = self._flight, None
             self._land(landing)
         if plan.chunks:
-            self._step_seconds += time.perf_counter() - started
+            seconds = time.perf_counter() - started
+            self._tiers.after_step(sum(chunk.count for chunk in plan.chunks), seconds)
+            self._step_seconds += seconds
             self._counts["steps"] += 1
         elif self._requests and landing is None and not plan.failures:
-            self._adapters.wait(seconds=0.05)  # nothing can run before an adapter has loaded
+            # Nothing can run before an adapter has loaded, or blocks have come up.
+            self._adapters.wait(seconds=0.001 if self._tiers.is_busy else 0.05)
         events, self._outbox = self._outbox, []
         return events
 
@@ -235,6 +246,7 @@ class EngineCore:
         """Starts a step: what it computes is booked now, since whatever runs later finds it done. None if it failed."""
         try:
             batch = build_batch(plan)
+            self._tiers.before_step([*batch.fresh, *(copy.target for copy in batch.copies)])
             logits = self._runner.forward(batch)
             families = [[chunk.choice, *self._siblings(chunk.choice)] for chunk in batch.sampled]
             states = [choice.sampling for family in families for choice in family]
@@ -373,7 +385,7 @@ class EngineCore:
     # --- reports ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        usage = self.scheduler.kv.usage()
+        usage, tiers = self.scheduler.kv.usage(), self._tiers.stats()
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.queue),
@@ -390,6 +402,14 @@ class EngineCore:
             generation_tokens=self._counts["generation_tokens"],
             finished=self._counts["finished"],
             cancelled=self._counts["cancelled"],
+            host_blocks_total=tiers.host_total,
+            host_blocks_used=tiers.host_used,
+            spilled_blocks=tiers.spilled,
+            promoted_blocks=tiers.promoted,
+            stored_blocks=tiers.stored,
+            loaded_blocks=tiers.loaded,
+            declined_blocks=tiers.declined,
+            failed_blocks=tiers.failed,
         )
 
     def _adapter_stats(self) -> tuple[AdapterRunning, ...]:
@@ -402,13 +422,16 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every block, reference and adapter slot is accounted for."""
         self.scheduler.check_integrity()
+        self.commons.check_integrity()
         self._adapters.check_integrity()
+        self._tiers.check_integrity()
 
     def close(self) -> None:
         """Ends all requests and the loader thread."""
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._adapters.close()
+        self._tiers.close()
 
 
 def _rows(logits: Tensor, families: Sequence[Sequence[Choice]]) -> Tensor:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from lamina.engine.admission import Admission, impossible, owner_of, youngest
 from lamina.engine.plan import Chunk, StepPlan
 from lamina.engine.queue import FairQueue
 from lamina.engine.request import BlockTable, Choice, ChoiceStatus
+from lamina.engine.tiers import NoTiers, TierGate
 from lamina.errors import LaminaError
 from lamina.types import EngineFailure
+from lamina_kvtier.admission import Cause, Decision, Verdict
 from lamina_kvtier.blocks import CopyOnWrite
 from lamina_kvtier.errors import OutOfBlocks
+from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_lora.errors import OutOfAdapterMemory
 
@@ -35,20 +40,34 @@ class Scheduler:
     """Decode first, then prefill chunks, then admissions, all within one token budget.
 
     The running list is ordered by age. When blocks run out, the youngest choice of the tenant that holds most
-    blocks per weight gives its blocks back and queues again (preemption by recompute).
+    blocks per weight gives its blocks back and queues again (preemption by recompute). Once quotas are loaded
+    `Admission` says who may start and who gives back. `prefix_hit(namespace, identities)` hears of each prefix that a
+    choice found when it first started.
     """
 
-    def __init__(self, kv: KvManager, adapters: AdapterGate, *, max_batch_tokens: int, max_running: int) -> None:
+    def __init__(
+        self,
+        kv: KvManager,
+        adapters: AdapterGate,
+        tiers: TierGate | None = None,
+        *,
+        max_batch_tokens: int,
+        max_running: int,
+    ) -> None:
         self.kv = kv
         self.queue = FairQueue()
         self.running: list[Choice] = []
         self.preemptions = 0
         self.prefix_hit_tokens = 0
         self._adapters = adapters
+        self._tiers: TierGate = NoTiers() if tiers is None else tiers
         self._slots: dict[Choice, int] = {}
+        self._crowded = False  # a choice waits for room in the pool, in the admission under way
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._block_size = kv.block_size
+        self.admission = Admission(kv)
+        self.prefix_hit: Callable[[str, Sequence[BlockId]], object] = _nobody_asks
 
     # --- plan ---------------------------------------------------------------------------------------------
 
@@ -73,8 +92,11 @@ class Scheduler:
         while choice.status is ChoiceStatus.RUNNING and count > 0:
             try:
                 copy, fresh = self._make_room(choice, count)
-            except OutOfBlocks:
-                freed += self._preempt(self._victim(), plan)
+            except OutOfBlocks as shortage:
+                if self._tiers.give_back():
+                    continue
+                victim = self.admission.victim(self.running, choice, shortage.need) or self._victim()
+                freed += self._preempt(victim, plan)
                 continue
             plan.chunks.append(Chunk(choice, choice.computed, count, self._slots.get(choice), copy, fresh))
             return count - freed
@@ -87,15 +109,16 @@ class Scheduler:
         """
         copies = self._shared_tail(choice)
         missing = self._blocks_for(choice.computed + count) - len(choice.table)
-        if missing + copies > self.kv.available:
-            raise OutOfBlocks(missing + copies, self.kv.available)
+        available = self.kv.available_to(owner_of(choice))
+        if missing + copies > available:
+            raise OutOfBlocks(missing + copies, available)
         copy = None
         if copies:
             tail = choice.computed // self._block_size
-            copy = self.kv.make_writable(choice.table[tail])
+            copy = self.admission.make_writable(choice, choice.table[tail])
             if copy is not None:
                 choice.table.replace(tail, copy.target)
-        fresh = self.kv.allocate(max(missing, 0))
+        fresh = self.admission.allocate(choice, max(missing, 0))
         choice.table += fresh
         return copy, fresh
 
@@ -113,10 +136,20 @@ class Scheduler:
         """One choice of each tenant in turn, the least served tenant first, until something runs out."""
         heads = deque(self.queue.heads())
         adapters_full = False
+        self._crowded = False
         while heads and budget > 0:
             choice = heads.popleft()
-            if not self._has_seats(choice) or not self._has_blocks(choice):
+            if not self._has_seats(choice):
                 return
+            decision = self.admission.decide(choice)
+            if decision is None and not self._has_blocks(choice):
+                return
+            if decision is not None and not self._may_start(choice, decision, plan):
+                if plan.preempted:
+                    return
+                continue  # what this tenant lacks, the others may have
+            if not self._tiers.is_ready(choice):
+                continue  # its blocks are on their way up; the others need not wait
             if adapters_full and choice.request.request.adapter is not None:
                 continue  # lets adapter memory drain for the head before it, which would starve otherwise
             try:
@@ -149,6 +182,24 @@ class Scheduler:
         reserve = len(self.running) + choice.unborn
         return missing + prefix.cached + reserve <= self.kv.available or not self.running
 
+    def _may_start(self, choice: Choice, decision: Decision, plan: StepPlan) -> bool:
+        """Applies the ledger's decision. Behind a choice that the pool has no room for only those within their
+        reservation start, so that it is not overtaken for ever; it takes back what belongs to its reservation."""
+        if decision.admitted:
+            return not self._crowded or self.admission.is_entitled(choice, decision)
+        if decision.verdict is Verdict.NEVER:
+            self.queue.remove(choice)
+            error = impossible(decision)
+            plan.failures.append((choice, EngineFailure(error.code, error.message, error.param)))
+            return False
+        self._crowded = self._crowded or decision.cause is Cause.POOL
+        victim = None if decision.preempt is None else youngest(self.running, decision.preempt)
+        if victim is not None:
+            self._preempt(victim, plan)
+        elif not self.running:
+            self._tiers.give_back()  # what was fetched for choices that all wait for each other
+        return False
+
     def _adapter_slot(self, choice: Choice) -> int | None:
         digest = choice.request.request.adapter
         if digest is None:
@@ -158,13 +209,16 @@ class Scheduler:
 
     def _start(self, choice: Choice, slot: int | None) -> None:
         self.queue.remove(choice)
-        choice.table = BlockTable(self.kv.acquire(choice.known_ids(self._block_size)))
+        charge = self.admission.start(choice)
+        choice.table = BlockTable(self.kv.acquire(choice.known_ids(self._block_size), charge))
+        self._tiers.started(choice)
         choice.published = len(choice.table)
         choice.computed = len(choice.table) * self._block_size
         choice.status = ChoiceStatus.RUNNING
         if choice.request.cached_tokens is None:
             choice.request.cached_tokens = choice.computed
             self.prefix_hit_tokens += choice.computed
+            self.prefix_hit(owner_of(choice), choice.chain.ids[: len(choice.table)])
         if slot is not None:
             self._slots[choice] = slot
         self._seat(choice)
@@ -194,6 +248,7 @@ class Scheduler:
 
     def finish(self, choice: Choice) -> None:
         """Ends a choice in any state and gives back its blocks and its adapter reference."""
+        self._tiers.left(choice)
         if choice.status is ChoiceStatus.RUNNING:
             self._leave(choice)
         elif choice.status is ChoiceStatus.WAITING and choice in self.queue:
@@ -202,6 +257,7 @@ class Scheduler:
 
     def _leave(self, choice: Choice) -> None:
         self.running.remove(choice)
+        self.admission.leave(choice)
         self.kv.release(choice.table)
         choice.table = BlockTable()
         choice.computed = choice.published = 0
@@ -225,6 +281,7 @@ class Scheduler:
     def fork(self, parent: Choice, child: Choice) -> None:
         """Seats `child` beside `parent`, sharing all its blocks until one of them writes."""
         self.kv.fork(parent.table)
+        self.admission.fork(parent, child)
         child.table = BlockTable(parent.table)
         child.computed, child.published = parent.computed, parent.published
         child.status = ChoiceStatus.RUNNING
@@ -237,8 +294,13 @@ class Scheduler:
         self._seat(child)
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError unless blocks, tables and reference counts agree."""
-        self.kv.check_integrity([choice.table for choice in self.running])
+        """Raises IntegrityError unless blocks, tables, reference counts and charges agree."""
+        self.admission.check_integrity(self.running)
+        self.kv.check_integrity([*(choice.table for choice in self.running), *self._tiers.held_tables()])
+
+
+def _nobody_asks(_namespace: str, _prefix: Sequence[BlockId]) -> None:
+    """Stands for a listener."""
 
 
 _LOADING = -1

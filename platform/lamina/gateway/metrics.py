@@ -37,6 +37,12 @@ _COUNTERS = {
     "step_seconds": "Time spent inside engine steps, in seconds.",
     "finished": "Choices finished.",
     "cancelled": "Choices cancelled.",
+    "spilled_blocks": "KV blocks copied from the device to host memory.",
+    "promoted_blocks": "KV blocks copied from host memory to the device.",
+    "stored_blocks": "KV blocks written to the store.",
+    "loaded_blocks": "KV blocks read from the store.",
+    "declined_blocks": "KV blocks found in the store, but cheaper to compute.",
+    "failed_blocks": "KV blocks lost on the way between tiers.",
 }
 
 

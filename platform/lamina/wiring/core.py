@@ -21,8 +21,10 @@ from lamina.models.interface import CausalLM
 from lamina.models.loader import load_model
 from lamina.types import EngineInfo
 from lamina.wiring.backends import Backend, choose_backend
+from lamina.wiring.tiers import MakeTiers, build_tiers
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
+from lamina_kvtier.quota import QuotaBook
 from lamina_lora.dora import BaseWeights
 from lamina_lora.store import AdapterStore
 from lamina_lora.weights import PreparedAdapter, load_adapter, prepare_adapter
@@ -30,6 +32,8 @@ from lamina_lora.weights import PreparedAdapter, load_adapter, prepare_adapter
 __all__ = ["assemble", "build_core", "choose_device", "choose_dtype"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of the pool no more than this part is kept out of all promises, for choices that decode; a block each is enough.
+_HEADROOM_PART = 8
 Progress = Callable[[int, int], None]
 
 
@@ -89,6 +93,7 @@ def assemble(
     device: torch.device,
     backend: Backend | None = None,
     base: BaseWeights | None = None,
+    tiers: MakeTiers = build_tiers,
 ) -> EngineCore:
     """Puts an engine together around a loaded model, with the device's own backend unless another one is given.
 
@@ -120,9 +125,13 @@ def assemble(
     loads = AdapterLoads(
         store, load, parts.table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters
     )
+    quotas = QuotaBook(num_blocks, headroom=min(config.max_running, num_blocks // _HEADROOM_PART))
+    kv = KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas)
+    below = tiers(config, pool, kv, layout)
     scheduler = Scheduler(
-        KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching),
+        kv,
         loads,
+        below,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
     )
@@ -137,6 +146,7 @@ def assemble(
         runner=parts.runner(loads.slots),
         sampler=parts.sampler,
         adapters=loads,
+        tiers=below,
     )
 
 
@@ -175,6 +185,7 @@ def _info(
         max_lora_rank=config.max_lora_rank,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        block_bytes=_block_bytes(shape, dtype, config.block_size),
     )
 
 

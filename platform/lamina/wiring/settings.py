@@ -96,6 +96,15 @@ class Settings(BaseSettings):
         "kv_bytes", "Memory for KV blocks, for example `4GiB`; unused if `LAMINA_NUM_BLOCKS` is set.", ge=1
     )
     num_blocks: int | None = _engine("num_blocks", "KV blocks, instead of a size in bytes.", ge=1)
+    host_kv_bytes: ByteSize = _engine(
+        "host_kv_bytes", "Host memory for KV blocks that the pool has no room for; 0: none.", ge=0
+    )
+    kv_store_url: str = _engine(
+        "kv_store_url", "Redis or Valkey that keeps KV blocks: `redis://`, `rediss://`, `unix://`; empty: none."
+    )
+    kv_store_ttl_s: float | None = _engine(
+        "kv_store_ttl_s", "Seconds after which a stored block expires; unset: never.", gt=0
+    )
     max_context: int | None = _engine(
         "max_context", "Tokens of prompt and completion together; unset: what the model allows.", ge=2
     )

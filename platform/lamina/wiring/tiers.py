@@ -1,0 +1,66 @@
+"""What lies below the device's block pool: host memory and, if there is one, a Redis or Valkey store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lamina.config import EngineConfig
+from lamina.engine.pool import BlockPool
+from lamina.engine.tiers import KvTiers, NoTiers, Tiers
+from lamina.errors import ConfigurationInvalid
+from lamina_kernels.gpu.block_mover import BlockKernels, BlockMover, HostBlocks, calibrate
+from lamina_kernels.oracles import blocks as plain_kernels
+from lamina_kvtier.block_codec import BlockCodec, layout_digest
+from lamina_kvtier.host_tier import HostTier
+from lamina_kvtier.identity import Layout
+from lamina_kvtier.manager import KvManager
+from lamina_kvtier.redis_plane import InvalidAddress, RedisAddress
+from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
+from lamina_kvtier.tier import StoreTier
+
+__all__ = ["MakeTiers", "build_tiers"]
+
+MakeTiers = Callable[[EngineConfig, BlockPool, KvManager, Layout], Tiers]
+_STAGING_BYTES = 64 << 20  # host memory that a store works through if host memory is no tier of its own
+
+
+def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> Tiers:
+    """By `host_kv_bytes` and `kv_store_url`; neither: the device pool alone. Measures copies on a GPU (half a second).
+
+    Raises ConfigurationInvalid for an address that is none, and for a tier without prefix caching.
+    """
+    if not config.host_kv_bytes and not config.kv_store_url:
+        return NoTiers()
+    if not config.prefix_caching:
+        raise ConfigurationInvalid("KV tiers hold prefixes: they need prefix_caching.", param="prefix_caching")
+    store = _store(config, pool, layout) if config.kv_store_url else None
+    wanted = max(config.host_kv_bytes, _STAGING_BYTES if store is not None else 0)
+    slots = wanted // pool.block_bytes
+    if slots < 1:
+        raise ConfigurationInvalid(
+            f"host_kv_bytes is {config.host_kv_bytes}, but one block has {pool.block_bytes}.", param="host_kv_bytes"
+        )
+    device = pool.data.device
+    arena = HostBlocks(slots, pool.block_bytes, pin=device.type == "cuda")
+    kernels = _kernels(device)
+    mover = BlockMover(pool.data, arena, costs=calibrate(device, kernels), kernels=kernels)
+    low_water = min(2 * config.max_batch_tokens // config.block_size, max(1, pool.num_blocks // 4))
+    return KvTiers(kv, HostTier(slots, pool.block_bytes), arena, mover, store, low_water=low_water)
+
+
+def _store(config: EngineConfig, pool: BlockPool, layout: Layout) -> StoreTier:
+    codec = BlockCodec(layout_digest(layout), pool.block_bytes)
+    try:
+        return RedisTier(RedisAddress.parse(config.kv_store_url), codec, RedisTierConfig(ttl_s=config.kv_store_ttl_s))
+    except InvalidAddress as error:
+        raise ConfigurationInvalid(str(error), param="kv_store_url") from error
+
+
+def _kernels(device: torch.device) -> BlockKernels:
+    if device.type == "cuda":  # pragma: no cover - CUDA only
+        from lamina_kernels.gpu import blocks
+
+        return blocks
+    return plain_kernels
