@@ -1,0 +1,85 @@
+"""What the KV manager's bookkeeping costs per block, from a thousand blocks to a million, and by number of tenants.
+
+A full pool, all of it cached: each request finds half its prompt, evicts for the other half, publishes and leaves. That
+is the dearest steady state there is. Processor time of this thread, best of a few rounds; no model, no tensors.
+
+    python benchmarks/kv_bookkeeping.py [--requests 400] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+
+from lamina_kvtier import KvManager, Quota, QuotaBook
+
+BLOCKS_PER_REQUEST = 32
+
+
+def manager_of(num_blocks: int, tenants: int, quotas: bool) -> KvManager:
+    if not quotas:
+        return KvManager(num_blocks)
+    book = QuotaBook(num_blocks, num_blocks // 10)
+    reserved = num_blocks // 2 // tenants
+    book.load({f"t{at}": Quota(reserved, num_blocks, reserved // 2, 1.0 + at % 3) for at in range(tenants)})
+    return KvManager(num_blocks, quotas=book)
+
+
+def serve(manager: KvManager, owner: str, ids: list[bytes]) -> None:
+    """One request, as the scheduler does it."""
+    table = manager.acquire(ids)
+    known = len(table)
+    table += manager.allocate(len(ids) - known, owner=owner)
+    for block, identity in zip(table[known:], ids[known:], strict=True):
+        manager.publish(block, identity)
+    manager.release(table)
+
+
+def requests(tenants: int, seed: int) -> Iterator[tuple[str, list[bytes]]]:
+    """Owners at random, each with fresh contents behind the half that its last request left."""
+    chance = random.Random(seed)
+    names = (number.to_bytes(32, "big") for number in itertools.count(1))
+    heads: dict[str, list[bytes]] = {}
+    for _ in itertools.count():
+        owner = f"t{chance.randrange(tenants)}"
+        head = heads.get(owner, [])
+        ids = head + list(itertools.islice(names, BLOCKS_PER_REQUEST - len(head)))
+        heads[owner] = ids[: BLOCKS_PER_REQUEST // 2]
+        yield owner, ids
+
+
+def microseconds_per_block(num_blocks: int, tenants: int, quotas: bool, *, count: int, rounds: int) -> float:
+    manager = manager_of(num_blocks, tenants, quotas)
+    work = requests(tenants, seed=num_blocks + tenants)
+    while manager.usage().free:
+        serve(manager, *next(work))
+    best = float("inf")
+    for _ in range(rounds):
+        batch = list(itertools.islice(work, count))
+        start = time.thread_time()
+        for owner, ids in batch:
+            serve(manager, owner, ids)
+        best = min(best, time.thread_time() - start)
+    manager.check_integrity([])
+    return best / (count * BLOCKS_PER_REQUEST) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=400, help="in each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    print(f"load average {os.getloadavg()[0]:.1f}; microseconds per block of a request")
+    print(f"{'blocks':>10} {'tenants':>8} {'no quotas':>10} {'quotas':>8}")
+    sizes = {"count": options.requests, "rounds": options.rounds}
+    for num_blocks, tenants in ((10**3, 8), (10**4, 8), (10**5, 8), (10**6, 8), (10**6, 64), (10**6, 4096)):
+        plain, owned = (microseconds_per_block(num_blocks, tenants, quotas, **sizes) for quotas in (False, True))
+        print(f"{num_blocks:>10} {tenants:>8} {plain:>10.2f} {owned:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
