@@ -7,4 +7,4 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported: kernels then run on CPU tensors
 
-pytest_plugins = ["fixtures.model", "fixtures.postgres", "fixtures.tenancy"]
+pytest_plugins = ["fixtures.model", "fixtures.postgres", "fixtures.redis", "fixtures.tenancy"]

@@ -190,6 +190,7 @@ class _TlsStream:
 
     def is_stale(self) -> bool:
         # Session tickets may lie there unread at any time: only the end of the stream says something.
+        self._socket.settimeout(0)  # with any other timeout Python would wait for something to peek at
         return _peek(self._socket) == b""
 
     def interrupt(self) -> None:
