@@ -32,6 +32,7 @@ from lamina.wiring.listener import base_url, listen
 from lamina.wiring.process import ENGINE_COMMAND, EngineProcess
 from lamina.wiring.runtime import runtime_directory
 from lamina.wiring.settings import Settings
+from lamina.wiring.store import embedded_store
 from lamina.wiring.supervisor import EngineSupervisor
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def serve(
     adapters = demo_adapters() if demo else None
     with _terminable(), listen(settings.host, settings.port) as listener:
         engine = settings.engine(find_model())
-        with runtime_directory() as runtime:
+        with embedded_store(engine, settings.kv_store_bytes) as engine, runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")
             spawn = partial(_spawn, engine_command, dict(os.environ), client.address, engine, settings.log_level)
             supervisor = EngineSupervisor(client, spawn)

@@ -100,7 +100,13 @@ class Settings(BaseSettings):
         "host_kv_bytes", "Host memory for KV blocks that the pool has no room for; 0: none.", ge=0
     )
     kv_store_url: str = _engine(
-        "kv_store_url", "Redis or Valkey that keeps KV blocks: `redis://`, `rediss://`, `unix://`; empty: none."
+        "kv_store_url", "Where KV blocks are kept: `redis://`, `rediss://`, `unix://` or `embedded`; empty: nowhere."
+    )
+    kv_store_bytes: ByteSize = Field(
+        ByteSize(1 << 30),
+        ge=16 << 20,
+        description="Memory of the embedded store (`LAMINA_KV_STORE_URL=embedded`).",
+        json_schema_extra={"section": "Engine"},
     )
     kv_store_ttl_s: float | None = _engine(
         "kv_store_ttl_s", "Seconds after which a stored block expires; unset: never.", gt=0

@@ -1,0 +1,30 @@
+"""The embedded store: a Valkey server beside the engine, for as long as the server runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from lamina.config import EngineConfig
+from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
+
+__all__ = ["EMBEDDED", "embedded_store"]
+
+EMBEDDED = "embedded"
+
+
+@contextmanager
+def embedded_store(engine: EngineConfig, max_bytes: int) -> Iterator[EngineConfig]:
+    """The engine's configuration with the address of a server of our own, if that is what it asks for.
+
+    Raises ValkeyUnavailable if there is none for this machine.
+    """
+    if engine.kv_store_url != EMBEDDED:
+        yield engine
+        return
+    valkey = EmbeddedValkey(ValkeyConfig(maxmemory_bytes=max_bytes)).start()
+    try:
+        yield replace(engine, kv_store_url=str(valkey.address))
+    finally:
+        valkey.stop()
