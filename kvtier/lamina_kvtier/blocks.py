@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina_kvtier.errors import BlockMisuse
@@ -59,6 +59,9 @@ class PinCounts:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def __iter__(self) -> Iterator[tuple[str, BlockId]]:
+        return iter(self._counts)
 
     def has(self, namespace: str, identity: BlockId) -> bool:
         return (namespace, identity) in self._counts

@@ -3,12 +3,15 @@
     LaminaError                      code
     ├── InvalidRequest               invalid_request        (param)
     │   ├── ContextLengthExceeded    context_length_exceeded (limit, prompt, completion)
+    │   ├── ExceedsQuota             exceeds_quota          (limit, need, have, decision)
     │   └── UnsupportedParameter     unsupported_parameter
     ├── Unauthenticated              invalid_api_key
     ├── PermissionDenied             insufficient_scope     (scope)
     ├── NotFound                     not_found
     │   └── ModelNotFound            model_not_found
     ├── Conflict                     conflict
+    │   ├── QuotaNotCoverable        quota_not_coverable    (limit, need, have)
+    │   └── PinDenied                pin_denied             (reason, limit, need, have, decision)
     ├── TooLarge                     too_large              (limit_bytes)
     ├── InvalidAdapter               invalid_adapter        (violations)
     ├── LimitExceeded                rate_limit_exceeded    (limit, need, have, retry_after_s)
@@ -37,6 +40,7 @@ __all__ = [
     "EngineInternal",
     "EngineOverloaded",
     "EngineUnavailable",
+    "ExceedsQuota",
     "InvalidAdapter",
     "InvalidRequest",
     "LaminaError",
@@ -45,6 +49,8 @@ __all__ = [
     "ModelNotFound",
     "NotFound",
     "PermissionDenied",
+    "PinDenied",
+    "QuotaNotCoverable",
     "TooLarge",
     "Unauthenticated",
     "UnsupportedModel",
@@ -85,6 +91,16 @@ class ContextLengthExceeded(InvalidRequest):
             "Shorten the prompt or lower max_tokens.",
             param=param,
         )
+
+
+class ExceedsQuota(InvalidRequest):
+    """The request needs more KV blocks than its tenant can ever have."""
+
+    code = "exceeds_quota"
+
+    def __init__(self, message: str, *, limit: int, need: int, have: int, decision: str) -> None:
+        self.limit, self.need, self.have, self.decision = limit, need, have, decision
+        super().__init__(message, param="max_tokens")
 
 
 class UnsupportedParameter(InvalidRequest):
@@ -133,6 +149,36 @@ class Conflict(LaminaError):
     """The resource exists already or is in use."""
 
     code = "conflict"
+
+
+class QuotaNotCoverable(Conflict):
+    """The quotas of all tenants together would promise more than there is."""
+
+    code = "quota_not_coverable"
+
+    def __init__(self, message: str, *, limit: int, need: int, have: int) -> None:
+        self.limit, self.need, self.have = limit, need, have
+        super().__init__(message, param="reserved_blocks")
+
+
+class PinDenied(Conflict):
+    """Nothing of the prefix can be pinned."""
+
+    code = "pin_denied"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str,
+        limit: int,
+        need: int,
+        have: int,
+        decision: str,
+        retry_after_s: float | None = None,
+    ) -> None:
+        self.reason, self.limit, self.need, self.have, self.decision = reason, limit, need, have, decision
+        super().__init__(message, retry_after_s=retry_after_s)
 
 
 class TooLarge(LaminaError):

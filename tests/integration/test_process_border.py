@@ -12,8 +12,24 @@ import zmq
 import zmq.asyncio
 
 from lamina.engine.wire import AskStats, encode
-from lamina.errors import Conflict, ContextLengthExceeded, EngineInternal, EngineUnavailable, InvalidRequest
-from lamina.types import FinishReason, GenerationRequest, SamplingParams, TokenEvent
+from lamina.errors import (
+    Conflict,
+    ContextLengthExceeded,
+    EngineInternal,
+    EngineUnavailable,
+    InvalidRequest,
+    NotFound,
+    QuotaNotCoverable,
+)
+from lamina.types import (
+    FinishReason,
+    GenerationRequest,
+    PinOrder,
+    PinRecord,
+    QuotaPolicy,
+    SamplingParams,
+    TokenEvent,
+)
 from support.fake_engine import (
     BUG,
     CORRUPT,
@@ -288,3 +304,42 @@ async def next_finished(stream: AsyncIterator[TokenEvent]) -> TokenEvent:
         if event.finish_reason is not None:
             return event
     raise AssertionError("the stream ended without a reason")
+
+
+async def test_quotas_and_pins_cross_the_border(engine: Harness) -> None:
+    """Policies, pins and reports arrive as they were sent; refusals keep their type and their numbers."""
+    client = engine.client
+    assert not (await client.commons()).loaded
+    with pytest.raises(QuotaNotCoverable) as refusal:
+        await client.set_quotas([QuotaPolicy(namespace="a", reserved_blocks=61)])
+    assert (refusal.value.limit, refusal.value.need) == (60, 61)
+    policy = QuotaPolicy(namespace="a", reserved_blocks=8, pin_limit_blocks=2)
+    await client.set_quotas([policy])
+    answer = await client.pin(PinOrder(namespace="a", token_ids=tuple(range(48))))
+    assert (answer.status, answer.reason, answer.need, answer.have) == ("clipped", "pin_limit", 3, 2)
+    assert answer.pin is not None
+    renewed = await client.renew_pin("a", answer.pin.pin_id, 60.0)
+    assert renewed.ttl_s == 60.0
+    assert (await client.commons()).pins == (renewed,)
+    for stranger in (client.unpin("b", renewed.pin_id), client.renew_pin("b", renewed.pin_id, 1.0)):
+        with pytest.raises(NotFound):
+            await stranger
+    await client.unpin("a", renewed.pin_id)
+    order = PinOrder(namespace="a", token_ids=tuple(range(32)), ttl_s=60.0)
+    record = PinRecord(pin_id=renewed.pin_id, order=order, created_at=renewed.created_at, expires_at=renewed.expires_at)
+    assert [pin.pin_id for pin in await client.restore_pins([record])] == [renewed.pin_id]
+    assert await client.restore_pins([record]) == ()
+
+
+async def test_a_new_core_has_another_generation_and_no_policy() -> None:
+    """Whoever sets quotas notices a restart."""
+    async with harness() as engine:
+        await asyncio.wait_for(engine.client.wait_ready(), 30)
+        before = engine.client.generation
+        await engine.client.set_quotas([])
+        assert (await engine.client.commons()).loaded
+        os.kill(engine.supervisor.pid, signal.SIGKILL)
+        await asyncio.wait_for(engine.client.wait_lost(), 30)
+        await asyncio.wait_for(engine.client.wait_ready(), 30)
+        assert engine.client.generation == before + 1
+        assert not (await engine.client.commons()).loaded

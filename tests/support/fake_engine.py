@@ -18,6 +18,7 @@ from pathlib import Path
 
 from lamina.config import EngineConfig
 from lamina.engine.client import ZmqEngineClient
+from lamina.engine.commons import Commons
 from lamina.errors import ConfigurationInvalid, ContextLengthExceeded
 from lamina.types import (
     AdapterRunning,
@@ -32,6 +33,8 @@ from lamina.wiring.engine import run_engine
 from lamina.wiring.launch import Launch
 from lamina.wiring.process import EngineProcess
 from lamina.wiring.supervisor import Backoff, EngineSupervisor
+from lamina_kvtier.manager import KvManager
+from lamina_kvtier.quota import QuotaBook
 
 NORMAL = 0
 REFUSE, BUG, FATAL, SLOW_STEP, CORRUPT = range(60_000, 60_005)  # beyond any vocabulary
@@ -58,6 +61,11 @@ class _Choice:
     made: int = 0
 
 
+def empty_commons() -> Commons:
+    """Quotas and pins of an empty pool."""
+    return Commons(KvManager(64, quotas=QuotaBook(64, 4)), lambda adapter, namespace: namespace.encode().ljust(32))
+
+
 @dataclass
 class FakeCore:
     """Makes one token per open choice and step: 1000 * choice + position modulo 1000."""
@@ -68,6 +76,7 @@ class FakeCore:
     unloaded: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "cancelled": 0, "finished": 0})
     corrupt: bool = False
+    commons: Commons = field(default_factory=lambda: empty_commons())
 
     def submit(self, request: GenerationRequest) -> None:
         kind = request.prompt_token_ids[0]

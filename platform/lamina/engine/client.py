@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, cast
 
 import zmq
@@ -25,23 +25,45 @@ from lamina.engine.failures import error_of, failure_of
 from lamina.engine.streams import RequestStream
 from lamina.engine.wire import (
     PULSE,
+    AskCommons,
     AskStats,
+    CallFailed,
     Cancel,
+    CommonsReply,
+    Done,
     Events,
     FromCore,
     Garbled,
     Heartbeat,
+    Pin,
+    PinReply,
+    PinsReply,
     Ready,
     Refused,
+    RenewPin,
+    RestorePins,
+    SetQuotas,
     StatsReply,
     Submit,
     ToCore,
     UnloadAdapter,
+    Unpin,
     decode_from_core,
     encode,
 )
 from lamina.errors import Conflict, EngineUnavailable
-from lamina.types import EngineInfo, EngineStats, GenerationRequest, TokenEvent
+from lamina.types import (
+    CommonsReport,
+    EngineInfo,
+    EngineStats,
+    GenerationRequest,
+    PinAnswer,
+    PinOrder,
+    PinRecord,
+    PinState,
+    QuotaPolicy,
+    TokenEvent,
+)
 
 __all__ = ["ZmqEngineClient"]
 
@@ -73,9 +95,10 @@ class ZmqEngineClient:
         self._identity: bytes | None = None
         self._info: EngineInfo | None = None
         self._retry_after_s = 5.0
+        self._generation = 0
         self._heard = False
         self._streams: dict[str, RequestStream] = {}
-        self._calls: dict[int, asyncio.Future[EngineStats]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count(1)
         self._is_ready = asyncio.Event()
         self._is_lost = asyncio.Event()
@@ -102,6 +125,10 @@ class ZmqEngineClient:
         return self._info is not None
 
     @property
+    def generation(self) -> int:
+        return self._generation
+
+    @property
     def info(self) -> EngineInfo:
         if self._info is None:
             raise EngineUnavailable(retry_after_s=self._retry_after_s)
@@ -126,9 +153,32 @@ class ZmqEngineClient:
 
     async def stats(self) -> EngineStats:
         """Raises EngineUnavailable without a core, or if it does not answer within `call_timeout_s`."""
+        return cast("EngineStats", await self._call(AskStats))
+
+    async def set_quotas(self, policies: Sequence[QuotaPolicy]) -> None:
+        await self._call(lambda call: SetQuotas(call, tuple(policies)))
+
+    async def commons(self) -> CommonsReport:
+        return cast("CommonsReport", await self._call(AskCommons))
+
+    async def pin(self, order: PinOrder) -> PinAnswer:
+        return cast("PinAnswer", await self._call(lambda call: Pin(call, order)))
+
+    async def renew_pin(self, namespace: str, pin_id: str, ttl_s: float) -> PinState:
+        (pin,) = await self._call(lambda call: RenewPin(call, namespace, pin_id, ttl_s))
+        return cast("PinState", pin)
+
+    async def unpin(self, namespace: str, pin_id: str) -> None:
+        await self._call(lambda call: Unpin(call, namespace, pin_id))
+
+    async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
+        return cast("tuple[PinState, ...]", await self._call(lambda call: RestorePins(call, tuple(records))))
+
+    async def _call(self, message: Callable[[int], ToCore]) -> Any:
+        """Sends what `message` makes of a call's number, and waits for the answer. Raises what the core refused."""
         call = next(self._call_ids)
-        reply: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._send(AskStats(call))
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._send(message(call))
         self._calls[call] = reply
         try:
             return await asyncio.wait_for(reply, self._call_timeout_s)
@@ -252,15 +302,26 @@ class ZmqEngineClient:
             case Refused(request_id, failure, context):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.refuse(error_of(failure, context))
-            case StatsReply(call, stats):
+            case StatsReply(call, answer) | CommonsReply(call, answer) | PinReply(call, answer):
+                self._settle(call, answer)
+            case PinsReply(call, pins):
+                self._settle(call, pins)
+            case Done(call):
+                self._settle(call, None)
+            case CallFailed(call, failure, context):
                 if (reply := self._calls.get(call)) is not None and not reply.done():
-                    reply.set_result(stats)
+                    reply.set_exception(error_of(failure, context))
             case Ready(info):
                 self._info = info
+                self._generation += 1
                 self._is_ready.set()
             case Heartbeat(stalled_s):
                 if stalled_s > self._stall_timeout_s:
                     self.core_lost(f"its loop has not turned for {stalled_s:.0f} s")
+
+    def _settle(self, call: int, answer: Any) -> None:
+        if (reply := self._calls.get(call)) is not None and not reply.done():
+            reply.set_result(answer)
 
     async def _watch(self) -> None:
         # Counts silent ticks instead of comparing clocks: when this very loop was held up, it ticks once and

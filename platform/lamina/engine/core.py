@@ -159,9 +159,7 @@ class EngineCore:
             raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=completion)
 
     def _root(self, adapter: str | None, namespace: str) -> BlockId:
-        return root_id(
-            model_digest=self.info.model_digest, layout=self._layout, adapter=adapter, namespace=namespace
-        )
+        return root_id(model_digest=self.info.model_digest, layout=self._layout, adapter=adapter, namespace=namespace)
 
     def _choice(self, state: RequestState, index: int, chain: IdentityChain) -> Choice:
         request = state.request

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
-from lamina.types import EngineInfo, EngineStats, GenerationRequest, TokenEvent
+from lamina.types import (
+    CommonsReport,
+    EngineInfo,
+    EngineStats,
+    GenerationRequest,
+    PinAnswer,
+    PinOrder,
+    PinRecord,
+    PinState,
+    QuotaPolicy,
+    TokenEvent,
+)
 
 __all__ = ["EngineClient"]
 
@@ -27,6 +38,11 @@ class EngineClient(Protocol):
     @property
     def ready(self) -> bool: ...
 
+    @property
+    def generation(self) -> int:
+        """How many cores have reported ready so far. A new one knows neither quotas nor pins."""
+        ...
+
     def submit(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]: ...
 
     async def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -39,6 +55,30 @@ class EngineClient(Protocol):
 
     async def unload_adapter(self, digest: str) -> None:
         """Drops the adapter once no running request uses it (drain, then free)."""
+        ...
+
+    async def set_quotas(self, policies: Sequence[QuotaPolicy]) -> None:
+        """Replaces all quotas, or none. Raises QuotaNotCoverable, InvalidRequest, EngineUnavailable."""
+        ...
+
+    async def commons(self) -> CommonsReport:
+        """Who has what of the pool. Raises EngineUnavailable."""
+        ...
+
+    async def pin(self, order: PinOrder) -> PinAnswer:
+        """Keeps a prefix's blocks, those that are computed later too. Raises InvalidRequest, EngineUnavailable."""
+        ...
+
+    async def renew_pin(self, namespace: str, pin_id: str, ttl_s: float) -> PinState:
+        """Raises NotFound, InvalidRequest, EngineUnavailable."""
+        ...
+
+    async def unpin(self, namespace: str, pin_id: str) -> None:
+        """Raises NotFound, EngineUnavailable."""
+        ...
+
+    async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
+        """Brings pins back after a restart; returns those that are alive and were not there. Raises as `pin` does."""
         ...
 
     async def close(self) -> None: ...

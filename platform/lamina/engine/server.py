@@ -15,19 +15,33 @@ import os
 import time
 from typing import Protocol
 
+from lamina.engine.commons import Commons
 from lamina.engine.failures import context_of, failure_of
 from lamina.engine.link import Link, Pulse
 from lamina.engine.wire import (
+    AskCommons,
     AskStats,
+    CallFailed,
     Cancel,
+    CommonsCall,
+    CommonsReply,
+    Done,
     Events,
+    FromCore,
+    Pin,
+    PinReply,
+    PinsReply,
     Ready,
     Refused,
+    RenewPin,
+    RestorePins,
+    SetQuotas,
     Shutdown,
     StatsReply,
     Submit,
     ToCore,
     UnloadAdapter,
+    Unpin,
 )
 from lamina.errors import LaminaError
 from lamina.types import EngineInfo, EngineStats, GenerationRequest, TokenEvent
@@ -46,6 +60,9 @@ class Core(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def commons(self) -> Commons: ...
 
     def submit(self, request: GenerationRequest) -> None: ...
 
@@ -127,6 +144,35 @@ class EngineServer:
                 self._core.unload_adapter(digest)
             case Shutdown():
                 self.stop()
+            case _:
+                self._link.send(self._answer(message))
+
+    def _answer(self, message: CommonsCall) -> FromCore:
+        try:
+            return self._ask(message)
+        except LaminaError as error:
+            return CallFailed(message.call, failure_of(error), context_of(error))
+        except Exception as error:  # noqa: BLE001 - one wish must not end everybody's requests
+            _log.exception("the core failed on a %s", type(message).__name__)
+            return CallFailed(message.call, failure_of(error), context_of(error))
+
+    def _ask(self, message: CommonsCall) -> FromCore:
+        commons = self._core.commons
+        match message:
+            case SetQuotas(call, policies):
+                commons.set_quotas(policies)
+                return Done(call)
+            case AskCommons(call):
+                return CommonsReply(call, commons.report())
+            case Pin(call, order):
+                return PinReply(call, commons.pin(order))
+            case RenewPin(call, namespace, pin_id, ttl_s):
+                return PinsReply(call, (commons.renew(namespace, pin_id, ttl_s),))
+            case Unpin(call, namespace, pin_id):
+                commons.unpin(namespace, pin_id)
+                return Done(call)
+            case RestorePins(call, records):
+                return PinsReply(call, commons.restore(records))
 
     def _submit(self, request: GenerationRequest) -> None:
         try:

@@ -6,23 +6,36 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import cycle, islice, takewhile
 
+from lamina.engine.commons import Commons
 from lamina.errors import ContextLengthExceeded, EngineUnavailable, LaminaError
 from lamina.types import (
     AdapterRunning,
+    CommonsReport,
     EngineFailure,
     EngineInfo,
     EngineStats,
     FinishReason,
     GenerationRequest,
+    PinAnswer,
+    PinOrder,
+    PinRecord,
+    PinState,
+    QuotaPolicy,
     TokenEvent,
     TokenLogprob,
 )
+from lamina_kvtier.errors import OutOfBlocks
+from lamina_kvtier.identity import IdentityChain, Layout, root_id
+from lamina_kvtier.manager import KvManager
+from lamina_kvtier.quota import QuotaBook
 
 __all__ = ["InMemoryEngine", "Script", "echo", "saying"]
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]  # (request, choice) -> its tokens
 
 _ENDLESS = 1 << 20
+_BLOCKS = 64
+_MODEL_DIGEST = "7e57" * 16
 
 
 def echo(request: GenerationRequest, index: int) -> Sequence[int]:
@@ -41,7 +54,8 @@ class InMemoryEngine:
     """Says what its script says, one token per event, choices in turn; keeps every promise of `EngineClient`.
 
     Steer it: `ready`, `delay_s` before each event, `refusal` (raised by every `submit`), `failure` (an error
-    event after `fail_after` events of a request), `pause()` and `resume()`. Look at `submitted`, `cancelled`
+    event after `fail_after` events of a request), `pause()`, `resume()` and `restart()`. Prompts go into a pool of
+    64 blocks, whose quotas and pins are real; `quotas_set` counts policies. Look at `submitted`, `cancelled`
     (request id and choice, None for all of it) and `unloaded`. Log-probabilities are made up: -0.5 for the
     token itself, one less for each of its neighbours.
     """
@@ -70,19 +84,30 @@ class InMemoryEngine:
         self._going = asyncio.Event()
         self._going.set()
         self._finished = self._generated = self._prompt_tokens = self._hits = 0
+        self.generation = 0
+        self.quotas_set = 0
+        self._block_size = block_size
+        self.restart()
         self._info = EngineInfo(
             model="twin",
-            model_digest="7e57" * 16,
+            model_digest=_MODEL_DIGEST,
             max_context=max_context,
             vocab_size=vocab_size,
             block_size=block_size,
-            num_blocks=64,
+            num_blocks=_BLOCKS,
             max_batch_tokens=2048,
             max_running=64,
             max_lora_rank=256,
             dtype="float32",
             device="memory",
+            block_bytes=1024,
         )
+
+    def restart(self) -> None:
+        """A new core took over: an empty pool, neither quotas nor pins."""
+        self.generation += 1
+        self._kv = KvManager(_BLOCKS, self._block_size, quotas=QuotaBook(_BLOCKS))
+        self._commons = Commons(self._kv, self._root)
 
     @property
     def info(self) -> EngineInfo:
@@ -148,6 +173,34 @@ class InMemoryEngine:
             ),
         )
 
+    async def set_quotas(self, policies: Sequence[QuotaPolicy]) -> None:
+        self._shared().set_quotas(policies)
+        self.quotas_set += 1
+
+    async def commons(self) -> CommonsReport:
+        return self._shared().report()
+
+    async def pin(self, order: PinOrder) -> PinAnswer:
+        return self._shared().pin(order)
+
+    async def renew_pin(self, namespace: str, pin_id: str, ttl_s: float) -> PinState:
+        return self._shared().renew(namespace, pin_id, ttl_s)
+
+    async def unpin(self, namespace: str, pin_id: str) -> None:
+        self._shared().unpin(namespace, pin_id)
+
+    async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
+        return self._shared().restore(records)
+
+    def _shared(self) -> Commons:
+        if not self.ready:
+            raise EngineUnavailable(retry_after_s=2.0)
+        return self._commons
+
+    def _root(self, adapter: str | None, namespace: str) -> bytes:
+        layout = Layout(1, 1, 1, "float32", self._block_size, "none")
+        return root_id(model_digest=_MODEL_DIGEST, layout=layout, adapter=adapter, namespace=namespace)
+
     async def unload_adapter(self, digest: str) -> None:
         self.unloaded.append(digest)
 
@@ -175,9 +228,25 @@ class InMemoryEngine:
         longest = max((_common(mine, other) for other in prompts), default=0)
         hits = min(longest, len(mine) - 1) // size * size  # the last token is always computed
         prompts.add(mine)
+        self._keep(request)
         self._prompt_tokens += len(mine)
         self._hits += hits
         return hits
+
+    def _keep(self, request: GenerationRequest) -> None:
+        """Puts the prompt's full blocks into the pool, as far as there is room."""
+        chain = IdentityChain(self._root(request.adapter, request.namespace), self._block_size)
+        chain.extend(request.prompt_token_ids)
+        table = self._kv.acquire(chain.ids)
+        self._commons.hit(request.namespace, chain.ids[: len(table)])
+        try:
+            table += self._kv.allocate(len(chain.ids) - len(table), owner=request.namespace)
+        except OutOfBlocks:
+            pass
+        else:
+            for block, identity in zip(table, chain.ids, strict=True):
+                self._kv.publish(block, identity)
+        self._kv.release(table)
 
     def _failed(self, request: GenerationRequest) -> TokenEvent:
         return TokenEvent(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=self.failure)

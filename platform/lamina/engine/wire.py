@@ -1,7 +1,9 @@
 """The language of the process border: one tagged msgpack message per ZeroMQ frame.
 
     to the core    Submit, Cancel, UnloadAdapter, AskStats, Shutdown
+                   SetQuotas, AskCommons, Pin, RenewPin, Unpin, RestorePins
     from the core  Ready, Events, Refused, StatsReply, Heartbeat
+                   Done, CommonsReply, PinReply, PinsReply, CallFailed
 
 The values inside are those of `lamina.types`, typed on both sides: a frame that does not decode to exactly
 these types raises `Garbled` and changes nothing. No code, class name or file name ever crosses.
@@ -15,23 +17,47 @@ import msgspec
 
 from lamina.engine.failures import Context
 from lamina.errors import InvalidRequest
-from lamina.types import EngineFailure, EngineInfo, EngineStats, GenerationRequest, TokenEvent
+from lamina.types import (
+    CommonsReport,
+    EngineFailure,
+    EngineInfo,
+    EngineStats,
+    GenerationRequest,
+    PinAnswer,
+    PinOrder,
+    PinRecord,
+    PinState,
+    QuotaPolicy,
+    TokenEvent,
+)
 
 __all__ = [
     "PULSE",
+    "AskCommons",
     "AskStats",
+    "CallFailed",
     "Cancel",
+    "CommonsCall",
+    "CommonsReply",
+    "Done",
     "Events",
     "FromCore",
     "Garbled",
     "Heartbeat",
+    "Pin",
+    "PinReply",
+    "PinsReply",
     "Ready",
     "Refused",
+    "RenewPin",
+    "RestorePins",
+    "SetQuotas",
     "Shutdown",
     "StatsReply",
     "Submit",
     "ToCore",
     "UnloadAdapter",
+    "Unpin",
     "decode_from_core",
     "decode_to_core",
     "encode",
@@ -69,6 +95,50 @@ class AskStats(msgspec.Struct, frozen=True, tag="ask_stats"):
     call: int
 
 
+class SetQuotas(msgspec.Struct, frozen=True, tag="set_quotas"):
+    """Replace all quotas, or none. Answered by Done or CallFailed, as are the next five by what they name."""
+
+    call: int
+    policies: tuple[QuotaPolicy, ...]
+
+
+class AskCommons(msgspec.Struct, frozen=True, tag="ask_commons"):
+    """CommonsReply."""
+
+    call: int
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin"):
+    """PinReply with a PinAnswer."""
+
+    call: int
+    order: PinOrder
+
+
+class RenewPin(msgspec.Struct, frozen=True, tag="renew_pin"):
+    """PinsReply with one PinState."""
+
+    call: int
+    namespace: str
+    pin_id: str
+    ttl_s: float
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Done."""
+
+    call: int
+    namespace: str
+    pin_id: str
+
+
+class RestorePins(msgspec.Struct, frozen=True, tag="restore_pins"):
+    """PinsReply with those that are alive and were not here."""
+
+    call: int
+    records: tuple[PinRecord, ...]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End everything with CANCELLED and exit 0; what SIGTERM does."""
 
@@ -99,6 +169,33 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    call: int
+
+
+class CommonsReply(msgspec.Struct, frozen=True, tag="commons"):
+    call: int
+    report: CommonsReport
+
+
+class PinReply(msgspec.Struct, frozen=True, tag="pin_answer"):
+    call: int
+    answer: PinAnswer
+
+
+class PinsReply(msgspec.Struct, frozen=True, tag="pins"):
+    call: int
+    pins: tuple[PinState, ...]
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
+    """The core refused a call; nothing changed."""
+
+    call: int
+    failure: EngineFailure
+    context: Context = {}
+
+
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     """Sent from a thread of its own, so that a long step does not look like death.
 
@@ -108,8 +205,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     stalled_s: float = 0.0
 
 
-ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown
-FromCore = Ready | Events | Refused | StatsReply | Heartbeat
+CommonsCall = SetQuotas | AskCommons | Pin | RenewPin | Unpin | RestorePins
+ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown | CommonsCall
+FromCore = Ready | Events | Refused | StatsReply | Heartbeat | Done | CommonsReply | PinReply | PinsReply | CallFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)
