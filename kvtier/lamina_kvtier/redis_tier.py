@@ -118,7 +118,7 @@ class RedisTier:
         """See StoreTier."""
         keys = [self._key(block) for block in ids]
         groups = [keys[start : start + _GROUP] for start in range(0, len(keys), _GROUP)]
-        request = Ask([(b"UNLINK", *group) for group in groups])
+        request = Ask([(b"UNLINK", *group) for group in groups], int)
         return self._ask([request] if groups else [], self._config.delete_s, lambda: self._deleted(request))
 
     def usage(self) -> TierUsage:
@@ -169,7 +169,7 @@ class RedisTier:
             return self._refusal(store.result)
         if isinstance(store.result, Failure):
             return Outcome(store.result.value)
-        return Outcome.OK if store.result == b"OK" else Outcome.UNAVAILABLE
+        return Outcome.OK
 
     def _loaded(self, fetch: Fetch, landing: _Landing) -> Outcome:
         result = fetch.result
@@ -192,7 +192,7 @@ class RedisTier:
         if isinstance(request.result, Failure):
             return Tally(0, Outcome.OK if not request.cost else Outcome(request.result.value))
         refusals = [self._refusal(reply) for reply in request.result if isinstance(reply, ErrorReply)]
-        gone = sum(reply for reply in request.result if type(reply) is int)
+        gone = sum(reply for reply in request.result if isinstance(reply, int))
         return Tally(gone, refusals[0] if refusals else Outcome.OK)
 
     def _refusal(self, error: ErrorReply) -> Outcome:
@@ -212,7 +212,7 @@ class RedisTier:
             if now - self._memory.asked_at < _USAGE_S:
                 return
             self._memory = _Memory(self._memory.used, self._memory.limit, asked_at=now)
-        request = Ask([(b"INFO", b"memory")])
+        request = Ask([(b"INFO", b"memory")], bytes)
         answer = self._ask([request], self._config.lookup_s, lambda: request.result).result()
         if isinstance(answer, list) and isinstance(answer[0], bytes):
             with self._lock:

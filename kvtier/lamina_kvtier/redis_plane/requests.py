@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lamina_kvtier.redis_plane.resp import (
     ErrorReply,
     Place,
+    ProtocolError,
     Reply,
     ReplyReader,
     ValueReply,
@@ -42,6 +43,8 @@ class Store(Request):
 
     def receive(self, reader: ReplyReader) -> Step:
         self.result = reader.read()
+        if self.result != b"OK" and not isinstance(self.result, ErrorReply):
+            raise ProtocolError("SET is answered with OK or an error, and with nothing else")
         return Step.DONE
 
     def fail(self, failure: Failure) -> None:
@@ -82,13 +85,13 @@ class Fetch(Request):
 
 
 class Ask(Request):
-    """Commands with small replies, all at once."""
+    """Commands with small replies, all at once. Each reply is an error or of type `wanted`."""
 
-    __slots__ = ("_commands", "cost", "result")
+    __slots__ = ("_commands", "_wanted", "cost", "result")
 
-    def __init__(self, commands: Sequence[Sequence[bytes]]) -> None:
+    def __init__(self, commands: Sequence[Sequence[bytes]], wanted: type) -> None:
         super().__init__()
-        self._commands = commands
+        self._commands, self._wanted = commands, wanted
         self.cost = sum(len(argument) + 16 for command in commands for argument in command)
         self.result: list[Reply] | Failure = Failure.UNAVAILABLE
 
@@ -96,7 +99,10 @@ class Ask(Request):
         return [b"".join(encode(*command) for command in self._commands)]
 
     def receive(self, reader: ReplyReader) -> Step:
-        self.result = [reader.read() for _ in self._commands]
+        replies = [reader.read() for _ in self._commands]
+        if any(type(reply) not in (self._wanted, ErrorReply) for reply in replies):
+            raise ProtocolError(f"{self._commands[0][0].decode()} is not answered like that")
+        self.result = replies
         return Step.DONE
 
     def fail(self, failure: Failure) -> None:
