@@ -27,8 +27,8 @@ from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier
 __all__ = ["KvTiers", "NoTiers", "TierGate", "TierStats", "Tiers"]
 
 _MAX_SPILLS = 4  # transfers under way
-_SPILL_BATCH = 64  # blocks of one transfer
-_MAX_PUT_BYTES = 64 << 20  # on their way to the store; what comes beyond stays in host memory only
+_SPILL_BATCH = 256  # blocks of one transfer
+_MAX_PUT_BYTES = 256 << 20  # on their way to the store; what comes beyond stays in host memory only
 
 
 class TierGate(Protocol):

@@ -46,7 +46,8 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     arena = HostBlocks(slots, pool.block_bytes, pin=device.type == "cuda")
     kernels = _kernels(device)
     mover = BlockMover(pool.data, arena, costs=calibrate(device, kernels), kernels=kernels)
-    low_water = min(2 * config.max_batch_tokens // config.block_size, max(1, pool.num_blocks // 4))
+    # What two steps can take at most: they must not evict what is not saved yet.
+    low_water = min(2 * config.max_batch_tokens // config.block_size, pool.num_blocks)
     return KvTiers(kv, HostTier(slots, pool.block_bytes), arena, mover, store, low_water=low_water)
 
 
