@@ -109,7 +109,7 @@ class PinBook:
     ) -> PinGrant:
         now = self._clock()
         pin = Pin(
-            pin_id=secrets.token_hex(12),
+            pin_id=f"pin_{secrets.token_hex(12)}",
             namespace=namespace,
             floor=floor,
             ids=tuple(ids[:length]),

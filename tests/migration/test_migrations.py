@@ -19,7 +19,7 @@ from lamina.tenancy import migrate
 from lamina.tenancy.database import Database, make_engine
 from lamina.tenancy.models import Base
 
-TABLES = {"tenants", "api_keys", "adapters", "alembic_version"}
+TABLES = {"tenants", "api_keys", "adapters", "quotas", "pins", "kv_pools", "alembic_version"}
 
 
 async def _tables(url: str) -> set[str]:

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-__all__ = ["AdapterRow", "ApiKeyRow", "Base", "TenantRow", "UtcDateTime"]
+__all__ = ["AdapterRow", "ApiKeyRow", "Base", "PinRow", "PoolRow", "QuotaRow", "TenantRow", "UtcDateTime"]
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -109,3 +109,59 @@ class AdapterRow(Base):
     size_bytes: Mapped[int] = mapped_column(BigInteger)
     status: Mapped[str] = mapped_column(String(16))
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class QuotaRow(Base):
+    """What a tenant is promised of the block pool; without a row nothing. In blocks."""
+
+    __tablename__ = "quotas"
+    __table_args__ = (
+        CheckConstraint("0 <= pin_limit_blocks AND pin_limit_blocks <= reserved_blocks", name="pins_out_of_reserved"),
+        CheckConstraint("limit_blocks IS NULL OR limit_blocks >= reserved_blocks", name="limit_covers_reserved"),
+    )
+
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    reserved_blocks: Mapped[int]
+    limit_blocks: Mapped[int | None]  # none: the whole pool
+    pin_limit_blocks: Mapped[int]
+    updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class PinRow(Base):
+    """A prefix that a tenant has leased. Its tokens are kept, so that any engine finds the same blocks again."""
+
+    __tablename__ = "pins"
+    __table_args__ = (
+        Index(None, "tenant_id", "created_at", "id"),
+        Index(None, "expires_at"),
+        CheckConstraint("blocks >= 1", name="blocks_positive"),
+    )
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"))
+    model: Mapped[str] = mapped_column(String(256))  # as the tenant named it
+    adapter_digest: Mapped[str | None] = mapped_column(String(64))
+    model_digest: Mapped[str] = mapped_column(String(64))  # another base model means other tokens
+    token_ids: Mapped[bytes] = mapped_column(LargeBinary)  # of the granted blocks, little-endian uint32
+    floor: Mapped[str] = mapped_column(String(8))
+    blocks: Mapped[int]
+    clipped_blocks: Mapped[int]
+    ttl_s: Mapped[float]
+    hard_max_s: Mapped[float]
+    hits: Mapped[int]
+    last_hit_at: Mapped[datetime | None] = mapped_column(UtcDateTime)
+    expires_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class PoolRow(Base):
+    """How large a tier of the engine is, as a server last saw it: what quotas are judged by without an engine."""
+
+    __tablename__ = "kv_pools"
+
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)  # "device"
+    capacity_blocks: Mapped[int]
+    coverable_blocks: Mapped[int]
+    block_bytes: Mapped[int] = mapped_column(BigInteger)
+    block_tokens: Mapped[int]
+    seen_at: Mapped[datetime] = mapped_column(UtcDateTime)

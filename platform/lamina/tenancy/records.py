@@ -15,6 +15,9 @@ __all__ = [
     "IssuedKey",
     "KeyRecord",
     "Page",
+    "PinEntry",
+    "PoolRecord",
+    "QuotaRecord",
     "Reconciliation",
     "RotatedKey",
     "Tenant",
@@ -122,6 +125,49 @@ class Reconciliation:
 
     removed_digests: tuple[str, ...]  # orphan folders, removed
     missing: tuple[AdapterRecord, ...]  # ready rows whose files are gone: upload them again or delete them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaRecord:
+    """What a tenant is promised of the block pool, in blocks: 0 <= pin_limit <= reserved <= limit."""
+
+    tenant_id: str
+    tenant_name: str
+    reserved_blocks: int
+    limit_blocks: int | None  # None: the whole pool
+    pin_limit_blocks: int
+    weight: float  # the tenant's
+    pinned_blocks: int  # of pins that have not expired
+    updated_at: datetime | None  # None: never set, so these are the defaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolRecord:
+    """The block pool as a server last saw it."""
+
+    capacity_blocks: int
+    coverable_blocks: int  # can be promised to all tenants together
+    block_bytes: int
+    block_tokens: int
+    seen_at: datetime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinEntry:
+    """A pin as it is kept. What it holds right now only the engine knows."""
+
+    id: str  # pin_...
+    tenant_id: str
+    model: str
+    adapter_digest: str | None
+    floor: str
+    blocks: int
+    clipped_blocks: int
+    ttl_s: float
+    hits: int
+    last_hit_at: datetime | None
+    expires_at: datetime
+    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from lamina.errors import Conflict, InvalidRequest, NotFound
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
 from lamina.tenancy.ids import new_id
-from lamina.tenancy.models import AdapterRow, ApiKeyRow, TenantRow
+from lamina.tenancy.models import AdapterRow, ApiKeyRow, PinRow, QuotaRow, TenantRow
 from lamina.tenancy.names import check_tenant_name, check_weight, is_plausible
 from lamina.tenancy.records import AdapterStatus, DeletedTenant, Tenant, TenantStatus
 
-__all__ = ["TenantService", "lock_tenant"]
+__all__ = ["TenantService", "find_tenant", "lock_tenant"]
 
 
 async def lock_tenant(session: AsyncSession, tenant_id: str) -> TenantRow:
@@ -52,7 +52,7 @@ class TenantService:
     async def get(self, tenant: str) -> Tenant:
         """By id or name. Raises NotFound."""
         async with self._database.session() as session:
-            return _record(await _find(session, tenant))
+            return _record(await find_tenant(session, tenant))
 
     async def list(self) -> tuple[Tenant, ...]:
         """All tenants, by name."""
@@ -68,7 +68,7 @@ class TenantService:
         Raises NotFound or InvalidRequest.
         """
         async with self._database.transaction() as session:
-            row = await lock_tenant(session, (await _find(session, tenant)).id)
+            row = await lock_tenant(session, (await find_tenant(session, tenant)).id)
             if weight is not None:
                 row.weight = check_weight(weight)
             if status is not None:
@@ -84,13 +84,13 @@ class TenantService:
         Raises NotFound or Conflict.
         """
         async with self._database.transaction() as session:
-            row = await lock_tenant(session, (await _find(session, tenant)).id)
+            row = await lock_tenant(session, (await find_tenant(session, tenant)).id)
             if not force:
                 await self._refuse_if_used(session, row)
             digests = await session.scalars(select(AdapterRow.digest).where(AdapterRow.tenant_id == row.id).distinct())
             deleted = DeletedTenant(tenant=_record(row), adapter_digests=tuple(sorted(digests)))
-            await session.execute(delete(ApiKeyRow).where(ApiKeyRow.tenant_id == row.id))
-            await session.execute(delete(AdapterRow).where(AdapterRow.tenant_id == row.id))
+            for owned in (ApiKeyRow, AdapterRow, PinRow, QuotaRow):
+                await session.execute(delete(owned).where(owned.tenant_id == row.id))
             await session.delete(row)
             return deleted
 
@@ -109,7 +109,8 @@ class TenantService:
             )
 
 
-async def _find(session: AsyncSession, tenant: str) -> TenantRow:
+async def find_tenant(session: AsyncSession, tenant: str) -> TenantRow:
+    """By id or name. Raises NotFound."""
     query = select(TenantRow).where(or_(TenantRow.id == tenant, TenantRow.name == tenant))
     row = await session.scalar(query) if is_plausible(tenant) else None
     if row is None:
