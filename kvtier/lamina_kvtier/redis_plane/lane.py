@@ -127,12 +127,18 @@ class Lane:
         return True
 
     def _exchange(self, connection: Connection | None) -> None:
-        """Fills the window, then waits for the oldest reply."""
+        """Fills the window, then receives until half of it is free: one visit to the queue serves many requests."""
         assert connection is not None
         try:
             self._send(connection)
-            if self._pending:
-                self._receive(connection)
+            while self._pending:
+                if not self._receive(connection, self._pending[0]):
+                    self._disconnect()
+                    self._release(list(self._pending))
+                elif (
+                    self._pending_bytes <= self._window_bytes // 2 and len(self._pending) <= self._window_requests // 2
+                ):
+                    break
         except (OSError, ProtocolError) as error:
             self._lose(str(error) or type(error).__name__, retry=True)
 
@@ -146,39 +152,38 @@ class Lane:
             return
         self._pending.extend(taken)
         self._pending_bytes += sum(request.cost for request in taken)
-        connection.until(self._deadline())
+        self._keep_time(connection)
         frames: list[Frame] = []
         size = 0
         for request in taken:
             new = request.frames()
             frames += new
-            size += sum(len(frame) for frame in new)
+            size += sum(map(len, new))
             if size >= _TOGETHER:
                 connection.send(frames)
                 frames, size = [], 0
         if frames:
             connection.send(frames)
 
-    def _receive(self, connection: Connection) -> None:
-        connection.until(self._deadline())
-        request = self._pending[0]
+    def _receive(self, connection: Connection, request: Request) -> bool:
+        """Reads the oldest reply; False if none after it can be trusted."""
         step = request.receive(connection.reader)
         self._pending.popleft()
         self._pending_bytes -= request.cost
+        if self._pending and self._pending[0].batch is not request.batch:
+            self._keep_time(connection)
         self._server.breaker.succeeded()
         self.counters.answered += 1
         self.counters.moved_bytes += request.cost
         if step is Step.AGAIN:
             self._queue.give_back([request])
-            return
-        self._queue.end(request)
-        if step is Step.DISTRUST:
-            self._disconnect()
-            self._release(list(self._pending))
+        else:
+            self._queue.end(request)
+        return step is not Step.DISTRUST
 
-    def _deadline(self) -> float:
-        """The first one of all that is under way: none may end late because another has more time."""
-        return min(request.batch.deadline for request in self._pending)
+    def _keep_time(self, connection: Connection) -> None:
+        """The first deadline of all that is under way counts: none may end late because another has more time."""
+        connection.until(min(batch.deadline for batch in {request.batch for request in self._pending}))
 
     def _lose(self, reason: str, *, retry: bool) -> None:
         """The connection is no more. What was under way is tried once more, where there is time for it."""

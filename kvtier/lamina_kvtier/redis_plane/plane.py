@@ -32,7 +32,7 @@ class PlaneConfig:
     """
 
     lanes: int = 2
-    window_bytes: int = 4 * 1024 * 1024  # under way on one lane; one block may always be
+    window_bytes: int = 8 * 1024 * 1024  # under way on one lane; one block may always be
     window_requests: int = 128
     connect_s: float = 1.0
     breaker_failures: int = 3  # in a row, over all lanes

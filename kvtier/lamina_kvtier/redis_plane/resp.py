@@ -122,7 +122,7 @@ class ReplyReader:
     After an exception the stream is out of step for good: close the connection.
     """
 
-    __slots__ = ("_bounds", "_buffer", "_end", "_source", "_start", "_view")
+    __slots__ = ("_bounds", "_buffer", "_end", "_source", "_start", "_tail", "_view")
 
     def __init__(self, source: Source, bounds: Bounds | None = None) -> None:
         self._source = source
@@ -130,6 +130,7 @@ class ReplyReader:
         self._buffer = bytearray(self._bounds.line + len(CRLF))
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what was received and not yet read
+        self._tail = memoryview(bytearray(CRLF))  # the end of line behind a bulk comes here
 
     @property
     def unread(self) -> int:
@@ -228,14 +229,14 @@ class ReplyReader:
 
     def _fill(self, views: Sequence[memoryview], length: int) -> None:
         """Fills the views with the next `length` bytes, and reads the end of line behind them."""
-        if sum(len(view) for view in views) != length:
+        if sum(map(len, views)) != length:
             raise ValueError(f"{length} bytes do not fit a place of {[len(view) for view in views]}")
-        end = memoryview(bytearray(len(CRLF)))
-        rest = self._from_buffer([*views, end])
+        whole = [*views, self._tail]
+        rest = self._from_buffer(whole) if self._start < self._end else whole
         if rest:
             self._source.receive_all(rest)
-        if end != CRLF:
-            raise ProtocolError(f"a bulk that goes on after its {length} bytes: {_shown(bytes(end))}")
+        if self._tail != CRLF:
+            raise ProtocolError(f"a bulk that goes on after its {length} bytes: {_shown(bytes(self._tail))}")
 
     def _from_buffer(self, views: list[memoryview]) -> list[memoryview]:
         """Copies what was received already; what is left to fill."""

@@ -12,13 +12,14 @@ import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from lamina_kvtier.redis_plane.address import RedisAddress
 
 __all__ = ["ConnectionLost", "Frame", "Stream", "open_stream"]
 
 Frame = bytes | memoryview
+T = TypeVar("T", bound=Frame)
 
 _MOST_FRAMES = 512  # buffers in one system call; 1024 are allowed
 _SLACK_S = 0.02  # a kernel timer that ends this much past the deadline is not set anew
@@ -115,7 +116,7 @@ class _PlainStream:
 
     def send(self, frames: Sequence[Frame]) -> None:
         for first in range(0, len(frames), _MOST_FRAMES):
-            rest = [memoryview(frame) for frame in frames[first : first + _MOST_FRAMES]]
+            rest = frames[first : first + _MOST_FRAMES]
             while rest:
                 self._arm()
                 try:
@@ -133,7 +134,7 @@ class _PlainStream:
         return _some(got)
 
     def receive_all(self, into: Sequence[memoryview]) -> None:
-        rest = list(into)
+        rest: Sequence[memoryview] = into
         while rest:
             self._arm()
             try:
@@ -154,10 +155,10 @@ class _PlainStream:
 
     def _arm(self) -> None:
         """Sets the kernel's timers, unless they end at the deadline or not long after it as they are."""
-        left = _left(self._deadline)
-        if left <= self._timer_s <= left + _SLACK_S:
+        left = self._deadline - time.monotonic()
+        if 0 < left <= self._timer_s <= left + _SLACK_S:
             return
-        self._timer_s = left
+        self._timer_s = left = _left(self._deadline)
         timeval = struct.pack("ll", int(left), int(left % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
@@ -214,13 +215,15 @@ def _some(received: int) -> int:
     return received
 
 
-def _after(views: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of `views` behind the first `done` bytes."""
-    for index, view in enumerate(views):
-        if done < len(view):
-            return [view[done:], *views[index + 1 :]]
-        done -= len(view)
-    return []
+def _after(parts: Sequence[T], done: int) -> Sequence[T | memoryview]:
+    """What is left of `parts` behind the first `done` bytes."""
+    if done == sum(map(len, parts)):
+        return ()
+    for index, part in enumerate(parts):
+        if done < len(part):
+            return [memoryview(part)[done:], *parts[index + 1 :]]
+        done -= len(part)
+    return ()
 
 
 def _peek(sock: socket.socket) -> bytes | None:
