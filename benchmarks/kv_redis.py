@@ -58,7 +58,7 @@ def main() -> None:
     with EmbeddedValkey(config, binary=options.server) as server:
         for name, size in SIZES.items():
             rows += _measure(name, size, server.address, options)
-    env = environment(1)
+    env = environment(options.lanes) | {"server": options.server.name if options.server else "valkey (embedded)"}
     print(table(rows, COLUMNS), "\n")
     verdicts = [line for name in SIZES for line in _verdicts([row for row in rows if row["block"] == name])]
     print("\n".join(verdicts))
