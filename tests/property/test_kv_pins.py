@@ -97,8 +97,14 @@ def scaled(quota: Quota) -> Quota:
 
 
 class PinMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(2, MAX_BLOCKS), headroom=st.integers(0, 2))
-    def start(self, num_blocks: int, headroom: int) -> None:
+    @initialize(
+        num_blocks=st.integers(2, MAX_BLOCKS),
+        headroom=st.integers(0, 2),
+        shares=st.sampled_from([(1, 1, 1), (2, 1, 0), (1, 0, 0), None]),
+        more=st.integers(0, 4),
+    )
+    def start(self, num_blocks: int, headroom: int, shares: tuple[int, ...] | None, more: int) -> None:
+        """Policy is there, with all that is reserved pinnable, or not yet."""
         self.now = 1000.0
         self.book = QuotaBook(num_blocks, headroom)
         self.host_book = QuotaBook(10_000)
@@ -108,6 +114,9 @@ class PinMachine(RuleBasedStateMachine):
         self.open_books(self.manager)
         self.running: list[Running] = []
         self.asked: dict[str, list[bytes]] = {}  # by pin
+        if shares is not None:
+            parts = [self.book.coverable * share // sum(shares) for share in shares]
+            self.load({name: Quota(part, part + more, part) for name, part in zip(NAMES, parts, strict=True)})
 
     def open_books(self, manager: KvManager) -> None:
         self.host = HostPins()
@@ -195,6 +204,15 @@ class PinMachine(RuleBasedStateMachine):
         self.manager.release(table)
 
     # Pins
+
+    @rule(name=names, prompt=st.lists(st.integers(0, 1), min_size=1, max_size=5), floor=floors)
+    def serve_and_pin(self, name: str, prompt: list[int], floor: Floor) -> None:
+        """A whole request whose prefix is pinned while it runs, as a client that pins does it."""
+        before = len(self.running)
+        self.request(name, prompt, 0)
+        self.pin(name, prompt, floor, 20, 40)
+        if len(self.running) > before:
+            self.end(self.running.pop())
 
     @rule(name=names, prompt=prompts, floor=floors, ttl=st.integers(1, 20), more=st.integers(0, 40))
     def pin(self, name: str, prompt: list[int], floor: Floor, ttl: int, more: int) -> None:
