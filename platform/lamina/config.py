@@ -56,6 +56,7 @@ class TenancyConfig:
     home: Path  # holds secret, adapters/, uploads/
     environment: str = "live"  # the <env> part of keys: lamina_<env>_<id>_<secret>
     max_adapters_per_tenant: int = 1000
+    max_pins_per_tenant: int = 1000
 
     @property
     def adapters(self) -> Path:
@@ -85,3 +86,6 @@ class GatewayConfig:
     first_event_timeout_s: float = 600.0  # queueing included, then 503
     ping_interval_s: float = 15.0  # a stream that has nothing to say for so long says that it lives
     housekeeping_s: float = 30.0  # between rounds of `gateway.housekeeping`
+    policy_poll_s: float = 2.0  # between looks at the database for changed quotas and pins
+    pin_ttl_s: float = 3600.0  # of a pin that names none; each hit begins it anew
+    pin_hard_max_s: float = 86400.0  # however often it is hit

@@ -28,7 +28,9 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.lora_intake import LoraIntake
+from lamina.tenancy.pins import PinService
 from lamina.tenancy.principal import ALL_SCOPES
+from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.tenants import TenantService
 from lamina_lora.geometry import TARGETS, BaseGeometry
 from lamina_lora.store import AdapterStore
@@ -82,6 +84,8 @@ async def house(sqlite_template: Path, tmp_path: Path, time: Time) -> AsyncItera
         tokenizer=ByteCodec(),
         keys=keys,
         adapters=adapters,
+        quotas=QuotaService(database=database, secret=SECRET),
+        pins=PinService(database=database, secret=SECRET),
         config=GatewayConfig(),
         base_model=BASE,
         uploads=tmp_path / "uploads",

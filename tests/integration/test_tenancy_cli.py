@@ -21,6 +21,7 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.memory import MemoryIntake
+from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.secret import load_or_create_secret
 
 Run = Callable[..., Result]
@@ -178,14 +179,50 @@ def test_a_tenant_with_keys_is_deleted_only_by_force(lamina: Run) -> None:
     assert of_json(lamina("keys", "list", "--json")) == []
 
 
-@pytest.mark.parametrize("command", ["tenants", "keys", "adapters"])
+def test_quotas(lamina: Run, home: Path) -> None:
+    """Set, list, take away; what a server has said of the pool bounds them, and `kv top` shows both."""
+    lamina("tenants", "create", "acme")
+    lamina("tenants", "create", "globex")
+    assert "not known" in lamina("kv", "top").stdout
+    arguments = ["--reserved-blocks", "40", "--limit-blocks", "80", "--pin-limit-blocks", "10"]
+    assert of_json(lamina("quotas", "set", "acme", *arguments, "--json"))["reserved_blocks"] == 40
+    note_pool(home, coverable_blocks=60)
+    refused = lamina("quotas", "set", "globex", "--reserved-blocks", "21", fails=1)
+    assert "leave 20" in refused.stderr
+    lamina("quotas", "set", "globex", "--reserved-blocks", "20")
+    assert [record["reserved_blocks"] for record in of_json(lamina("quotas", "list", "--json"))] == [40, 20]
+    shown = lamina("kv", "top").stdout
+    assert "64 blocks of 16 tokens" in shown
+    assert "Reserved: 60 of 60" in shown
+    assert of_json(lamina("kv", "top", "--json"))["pool"]["coverable_blocks"] == 60
+    assert "never" in lamina("quotas", "unset", "acme").stdout
+    assert "comes out of" in lamina("quotas", "set", "acme", "--pin-limit-blocks", "1", fails=2).stderr
+    assert "'nobody'" in lamina("quotas", "set", "nobody", fails=1).stderr
+    assert "Example: lamina kv top" in lamina("kv", "top", "--help").stdout
+
+
+def note_pool(home: Path, *, coverable_blocks: int) -> None:
+    """As a server over the same home does."""
+
+    async def work() -> None:
+        database = Database.open(f"sqlite+aiosqlite:///{home / 'lamina.db'}")
+        quotas = QuotaService(database=database, secret=load_or_create_secret(home / "secret"))
+        await quotas.note_pool(
+            capacity_blocks=64, coverable_blocks=coverable_blocks, block_bytes=1 << 20, block_tokens=16
+        )
+        await database.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("command", ["tenants", "keys", "adapters", "quotas"])
 def test_every_command_has_help_with_an_example(command: str) -> None:
     """A command without an example is not finished."""
     from typer.main import get_command
 
     module = __import__(f"lamina.cli.{command}", fromlist=["app"])
     group: Any = get_command(module.app)
-    assert {"list", "create" if command != "adapters" else "add"} <= group.commands.keys()
+    assert {"list", {"adapters": "add", "quotas": "set"}.get(command, "create")} <= group.commands.keys()
     for sub in group.commands.values():
         assert f"Example: lamina {command} {sub.name}" in sub.help
 

@@ -1,4 +1,4 @@
-"""What the commands on tenants, keys and adapters share: open the services, do one thing, close them."""
+"""What the commands on tenants, keys, adapters and quotas share: open the services, do one thing, close them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lamina.tenancy.catalog import AdapterCatalog
     from lamina.tenancy.database import Database
     from lamina.tenancy.keys import KeyService
+    from lamina.tenancy.quotas import QuotaService
     from lamina.tenancy.tenants import TenantService
     from lamina.wiring.settings import Settings
 
@@ -30,6 +31,7 @@ class Access:
     database: Database
     tenants: TenantService
     keys: KeyService
+    quotas: QuotaService
     catalog: AdapterCatalog  # adapters, without what it takes to add one
 
 
@@ -50,6 +52,7 @@ async def _open() -> AsyncIterator[Access]:
     from lamina.tenancy.database import Database
     from lamina.tenancy.keys import KeyService
     from lamina.tenancy.lora_intake import LoraFiles
+    from lamina.tenancy.quotas import QuotaService
     from lamina.tenancy.secret import load_or_create_secret
     from lamina.tenancy.tenants import TenantService
     from lamina.wiring.settings import load_settings
@@ -68,6 +71,7 @@ async def _open() -> AsyncIterator[Access]:
             database=database,
             tenants=TenantService(database=database),
             keys=keys,
+            quotas=QuotaService(database=database, secret=secret),
             catalog=AdapterCatalog(database=database, files=files, base_model=""),
         )
     finally:

@@ -18,6 +18,8 @@ _COMMANDS = {
     "tenants": ("lamina.cli.tenants", "Make, list and change tenants."),
     "keys": ("lamina.cli.keys", "Issue, list, rotate and revoke API keys."),
     "adapters": ("lamina.cli.adapters", "Upload, list and delete tenants' adapters."),
+    "quotas": ("lamina.cli.quotas", "Set and list what tenants are promised of the KV block pool."),
+    "kv": ("lamina.cli.kv", "Look at the KV block pool."),
 }
 _WRONG_INPUT = (ConfigurationInvalid, InvalidRequest)
 

@@ -17,7 +17,8 @@ from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.errors import respond
 from lamina.gateway.housekeeping import keep_house, sweep
 from lamina.gateway.middleware import Door
-from lamina.gateway.routes import adapters, chat, completions, files, models, ops, parts, tokenize
+from lamina.gateway.policy import PolicyKeeper
+from lamina.gateway.routes import adapters, chat, completions, files, models, ops, parts, pins, tokenize
 
 __all__ = ["create_app"]
 
@@ -37,7 +38,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     for kind in (LaminaError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(Door, deps=deps)
-    for module in (chat, completions, models, adapters, files, parts, tokenize, ops):
+    for module in (chat, completions, models, adapters, files, parts, pins, tokenize, ops):
         app.include_router(module.router)
     return app
 
@@ -46,12 +47,13 @@ def create_app(deps: GatewayDeps) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     deps: GatewayDeps = app.state.deps
     await sweep(deps)
-    keeping = asyncio.create_task(keep_house(deps))
+    keeping = [asyncio.create_task(keep_house(deps)), asyncio.create_task(PolicyKeeper(deps).run())]
     try:
         yield
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
 
 
 async def _on_error(request: Request, exc: Exception) -> Response:

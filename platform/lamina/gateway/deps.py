@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -15,9 +15,10 @@ from lamina.gateway.codec import TextCodec
 from lamina.gateway.metrics import GatewayMetrics
 from lamina.gateway.pending import PendingUploads
 from lamina.tenancy.principal import Principal
-from lamina.tenancy.records import AdapterRecord, DeletedAdapters, Page
+from lamina.tenancy.records import AdapterRecord, DeletedAdapters, Page, PinEntry
+from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy
 
-__all__ = ["Adapters", "Deps", "GatewayDeps", "Keys"]
+__all__ = ["Adapters", "Deps", "GatewayDeps", "Keys", "Pins", "Quotas"]
 
 
 class Keys(Protocol):
@@ -54,6 +55,54 @@ class Adapters(Protocol):
         ...
 
 
+class Quotas(Protocol):
+    """What the gateway needs of `lamina.tenancy.quotas`."""
+
+    async def policies(self) -> tuple[QuotaPolicy, ...]:
+        """What the engine has to know."""
+        ...
+
+    async def note_pool(
+        self, *, capacity_blocks: int, coverable_blocks: int, block_bytes: int, block_tokens: int
+    ) -> None:
+        """How large the engine's pool is."""
+        ...
+
+    async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
+        """Tenants' ids by namespace; unknown ones are left out."""
+        ...
+
+
+class Pins(Protocol):
+    """What the gateway needs of `lamina.tenancy.pins`. A foreign or expired pin is like a missing one."""
+
+    async def add(
+        self, tenant_id: str, *, model: str, model_digest: str, order: PinOrder, pin: PinState, block_tokens: int
+    ) -> PinEntry:
+        """Raises LimitExceeded."""
+        ...
+
+    async def get(self, tenant_id: str, pin_id: str) -> PinEntry:
+        """Raises NotFound."""
+        ...
+
+    async def list(self, tenant_id: str) -> tuple[PinEntry, ...]: ...
+
+    async def update(self, tenant_id: str, pin: PinState) -> PinEntry:
+        """Raises NotFound."""
+        ...
+
+    async def remove(self, tenant_id: str, pin_id: str) -> None:
+        """Raises NotFound."""
+        ...
+
+    async def alive(self, model_digest: str) -> frozenset[str]: ...
+
+    async def records(self, pin_ids: Collection[str]) -> tuple[PinRecord, ...]: ...
+
+    async def note(self, pins: Sequence[PinState]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayDeps:
     """Everything a gateway works with; constant while it runs."""
@@ -62,6 +111,8 @@ class GatewayDeps:
     tokenizer: TextCodec
     keys: Keys
     adapters: Adapters
+    quotas: Quotas
+    pins: Pins
     config: GatewayConfig
     base_model: str  # its public name
     uploads: Path  # staging for adapter uploads; created if missing, on the adapter store's file system

@@ -36,7 +36,7 @@ STATUS: dict[type[e.LaminaError], tuple[int, str]] = {
 }
 
 # Facts that a client may act upon, beside the message. Absent attributes are left out.
-DETAILS = ("limit", "need", "have", "prompt", "completion", "limit_bytes", "violations", "scope", "decision")
+DETAILS = ("limit", "need", "have", "reason", "prompt", "completion", "limit_bytes", "violations", "scope", "decision")
 
 HTTP_CODES = {
     400: "invalid_request",

@@ -9,7 +9,7 @@ endpoint picker of the Gateway API inference extension is to be configured with 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lamina.engine.choice_text import ChoiceDelta
-from lamina.types import EngineInfo, EngineStats
+from lamina.types import EngineInfo, EngineStats, TenantBlocks
 
 __all__ = ["GatewayMetrics"]
 
@@ -87,9 +87,12 @@ class GatewayMetrics:
                 yield delta
         self.e2e.observe(time.perf_counter() - arrived)
 
-    def render(self, info: EngineInfo | None, stats: EngineStats | None) -> bytes:
-        """The exposition text; None while there is no engine (`lamina_engine_up` is 0 then)."""
-        self._engine.info, self._engine.stats = info, stats
+    def render(self, info: EngineInfo | None, stats: EngineStats | None, shares: Sequence[TenantBlocks] = ()) -> bytes:
+        """The exposition text; None while there is no engine (`lamina_engine_up` is 0 then).
+
+        `shares` name tenants by id where the engine names namespaces.
+        """
+        self._engine.info, self._engine.stats, self._engine.shares = info, stats, shares
         return generate_latest(self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
@@ -99,6 +102,7 @@ class GatewayMetrics:
 class _EngineCollector(Collector):
     info: EngineInfo | None = None
     stats: EngineStats | None = None
+    shares: Sequence[TenantBlocks] = ()
 
     def describe(self) -> Iterable[Metric]:
         return ()  # nothing to ask at registration: there may be no engine yet
@@ -110,6 +114,7 @@ class _EngineCollector(Collector):
             yield from _totals(self.stats)
             yield from _blocks(self.info, self.stats)
             yield from _adapters(self.stats)
+            yield from _shares(self.shares)
 
 
 def _totals(stats: EngineStats) -> Iterable[Metric]:
@@ -131,6 +136,23 @@ def _blocks(info: EngineInfo, stats: EngineStats) -> Iterable[Metric]:
     )
     config.add_metric([str(info.block_size), str(info.num_blocks)], 1)
     yield config
+
+
+def _shares(shares: Sequence[TenantBlocks]) -> Iterable[Metric]:
+    blocks = GaugeMetricFamily("lamina_kv_tenant_blocks", "Blocks of the pool by tenant.", labels=["tenant", "state"])
+    evicted = CounterMetricFamily(
+        "lamina_kv_evicted_blocks", "Cached blocks lost, by owner and reason.", labels=["tenant", "reason"]
+    )
+    hits = CounterMetricFamily("lamina_kv_pin_hits", "Requests that found a pinned prefix.", labels=["tenant"])
+    for share in shares:
+        for state in ("active", "cached", "pinned", "pending"):
+            blocks.add_metric([share.namespace, state], getattr(share, state))
+        for reason, count in share.evictions:
+            evicted.add_metric([share.namespace, reason], count)
+        hits.add_metric([share.namespace], share.pin_hits)
+    yield blocks
+    yield evicted
+    yield hits
 
 
 def _adapters(stats: EngineStats) -> Iterable[Metric]:

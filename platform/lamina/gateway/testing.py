@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import InvalidAdapter, InvalidRequest, ModelNotFound, Unauthenticated
+from lamina.errors import InvalidAdapter, InvalidRequest, ModelNotFound, NotFound, Unauthenticated
 from lamina.tenancy.names import check_adapter_name, parse_reference
 from lamina.tenancy.principal import ALL_SCOPES, Principal
-from lamina.tenancy.records import AdapterRecord, AdapterStatus, DeletedAdapters, Page
+from lamina.tenancy.records import AdapterRecord, AdapterStatus, DeletedAdapters, Page, PinEntry
+from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy
 
-__all__ = ["ByteCodec", "InMemoryAdapters", "InMemoryKeys"]
+__all__ = ["ByteCodec", "InMemoryAdapters", "InMemoryKeys", "InMemoryPins", "InMemoryQuotas"]
 
 
 class ByteCodec:
@@ -68,7 +70,7 @@ class InMemoryKeys:
             key_id=f"key_{len(self._principals)}",
             scopes=scopes,
             weight=weight,
-            namespace=hashlib.sha256(tenant.encode()).hexdigest(),
+            namespace=_namespace(tenant),
         )
         return raw
 
@@ -158,3 +160,106 @@ class InMemoryAdapters:
             for record in self._mine(tenant_id)
             if record.name == reference.name and reference.version in (None, record.version)
         )
+
+
+class InMemoryQuotas:
+    """Policies by tenant name, for the namespaces of `InMemoryKeys`. Look at `pool`."""
+
+    def __init__(self) -> None:
+        self.pool: dict[str, int] = {}
+        self._policies: dict[str, QuotaPolicy] = {}
+
+    def set(self, tenant: str, *, reserved: int = 0, limit: int | None = None, pins: int = 0) -> None:
+        self._policies[tenant] = QuotaPolicy(
+            namespace=_namespace(tenant), reserved_blocks=reserved, limit_blocks=limit, pin_limit_blocks=pins
+        )
+
+    async def policies(self) -> tuple[QuotaPolicy, ...]:
+        return tuple(self._policies.values())
+
+    async def note_pool(self, **sizes: int) -> None:
+        self.pool = sizes
+
+    async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
+        known = {_namespace(tenant): f"ten_{tenant}" for tenant in self._policies}
+        return {namespace: known[namespace] for namespace in namespaces & known.keys()}
+
+
+class InMemoryPins:
+    """Keeps what it is given until it expires by the computer's clock."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[PinEntry, PinRecord, str]] = {}
+
+    async def add(
+        self, tenant_id: str, *, model: str, model_digest: str, order: PinOrder, pin: PinState, block_tokens: int
+    ) -> PinEntry:
+        entry = PinEntry(
+            id=pin.pin_id,
+            tenant_id=tenant_id,
+            model=model,
+            adapter_digest=order.adapter,
+            floor=pin.floor,
+            blocks=pin.blocks,
+            clipped_blocks=pin.clipped_blocks,
+            ttl_s=pin.ttl_s,
+            hits=pin.hits,
+            last_hit_at=None,
+            expires_at=datetime.fromtimestamp(pin.expires_at, UTC),
+            created_at=datetime.fromtimestamp(pin.created_at, UTC),
+        )
+        kept = replace(order, token_ids=order.token_ids[: pin.blocks * block_tokens])
+        record = PinRecord(
+            pin_id=pin.pin_id,
+            order=kept,
+            created_at=pin.created_at,
+            expires_at=pin.expires_at,
+            clipped_blocks=pin.clipped_blocks,
+        )
+        self._kept[pin.pin_id] = (entry, record, model_digest)
+        return entry
+
+    async def get(self, tenant_id: str, pin_id: str) -> PinEntry:
+        entry = self._kept[pin_id][0] if pin_id in self._kept else None
+        if entry is None or entry.tenant_id != tenant_id:
+            raise NotFound(f"There is no pin {pin_id!r}.")
+        return entry
+
+    async def list(self, tenant_id: str) -> tuple[PinEntry, ...]:
+        return tuple(entry for entry, _, _ in self._kept.values() if entry.tenant_id == tenant_id)
+
+    async def update(self, tenant_id: str, pin: PinState) -> PinEntry:
+        entry = await self.get(tenant_id, pin.pin_id)
+        entry = replace(entry, ttl_s=pin.ttl_s, expires_at=datetime.fromtimestamp(pin.expires_at, UTC))
+        _, record, digest = self._kept[pin.pin_id]
+        self._kept[pin.pin_id] = (entry, replace(record, expires_at=pin.expires_at), digest)
+        return entry
+
+    async def remove(self, tenant_id: str, pin_id: str) -> None:
+        await self.get(tenant_id, pin_id)
+        del self._kept[pin_id]
+
+    async def alive(self, model_digest: str) -> frozenset[str]:
+        now = datetime.now(UTC)
+        kept = self._kept.items()
+        return frozenset(
+            pin_id for pin_id, (entry, _, digest) in kept if digest == model_digest and entry.expires_at > now
+        )
+
+    async def records(self, pin_ids: Collection[str]) -> tuple[PinRecord, ...]:
+        return tuple(record for pin_id, (_, record, _) in self._kept.items() if pin_id in pin_ids)
+
+    async def note(self, pins: Sequence[PinState]) -> None:
+        for pin in pins:
+            if pin.pin_id in self._kept:
+                entry, record, digest = self._kept[pin.pin_id]
+                expires_at = datetime.fromtimestamp(pin.expires_at, UTC)
+                self._kept[pin.pin_id] = (
+                    replace(entry, hits=pin.hits, expires_at=expires_at),
+                    replace(record, hits=pin.hits, expires_at=pin.expires_at),
+                    digest,
+                )
+
+
+def _namespace(tenant: str) -> str:
+    return hashlib.sha256(tenant.encode()).hexdigest()

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 
-from sqlalchemy import delete, select
+from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from lamina.errors import NotFound
+from lamina.errors import LimitExceeded, NotFound
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
 from lamina.tenancy.models import PinRow
@@ -27,15 +27,17 @@ _LOOK_UP = 500  # values in one query: SQLite and PostgreSQL bound them
 class PinService:
     """Another tenant's pin is as unknown as one that does not exist, and so is an expired one."""
 
-    def __init__(self, *, database: Database, secret: bytes, clock: Clock = utcnow) -> None:
+    def __init__(self, *, database: Database, secret: bytes, max_pins: int = 1000, clock: Clock = utcnow) -> None:
+        """`max_pins`: of one tenant at a time."""
         self._database = database
         self._secret = secret
+        self._limit = max_pins
         self._clock = clock
 
     async def add(
         self, tenant_id: str, *, model: str, model_digest: str, order: PinOrder, pin: PinState, block_tokens: int
     ) -> PinEntry:
-        """Keeps what an engine has granted. Raises NotFound for an unknown tenant."""
+        """Keeps what an engine has granted. Raises LimitExceeded, and NotFound for an unknown tenant."""
         row = PinRow(
             id=pin.pin_id,
             tenant_id=tenant_id,
@@ -55,6 +57,7 @@ class PinService:
         )
         async with self._database.transaction() as session:
             await lock_tenant(session, tenant_id)
+            await self._check_number(session, tenant_id)
             session.add(row)
             await session.flush()
             return _entry(row)
@@ -113,6 +116,17 @@ class PinService:
             await session.execute(delete(PinRow).where(PinRow.expires_at <= self._clock()))
 
     # --- how ----------------------------------------------------------------------------------------------
+
+    async def _check_number(self, session: AsyncSession, tenant_id: str) -> None:
+        mine = (PinRow.tenant_id == tenant_id) & (PinRow.expires_at > self._clock())
+        used = await session.scalar(select(func.count()).select_from(PinRow).where(mine)) or 0
+        if used >= self._limit:
+            raise LimitExceeded(
+                f"This tenant has {used} of at most {self._limit} pins; end one first.",
+                limit=self._limit,
+                need=1,
+                have=max(0, self._limit - used),
+            )
 
     async def _find(self, session: AsyncSession, tenant_id: str, pin_id: str) -> PinRow:
         mine = (PinRow.id == pin_id) & (PinRow.tenant_id == tenant_id) & (PinRow.expires_at > self._clock())

@@ -33,6 +33,8 @@ async def build_gateway(
             tokenizer=tokenizer,
             keys=services.keys,
             adapters=services.adapters,
+            quotas=services.quotas,
+            pins=services.pins,
             config=gateway,
             base_model=engine.name,
             uploads=tenancy.uploads,

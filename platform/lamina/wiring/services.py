@@ -1,4 +1,4 @@
-"""Tenants, keys and adapters over one database and one base model."""
+"""Tenants, keys, adapters, quotas and pins over one database and one base model."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.lora_intake import LoraIntake
+from lamina.tenancy.pins import PinService
+from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.secret import load_or_create_secret
 from lamina.tenancy.tenants import TenantService
 from lamina_lora.store import AdapterStore
@@ -28,6 +30,8 @@ class Services:
     tenants: TenantService
     keys: KeyService
     adapters: AdapterService
+    quotas: QuotaService
+    pins: PinService
 
 
 @asynccontextmanager
@@ -46,7 +50,13 @@ async def open_services(config: TenancyConfig, engine: EngineConfig) -> AsyncIte
             max_adapters_per_tenant=config.max_adapters_per_tenant,
         )
         try:
-            yield Services(tenants=TenantService(database=database), keys=keys, adapters=adapters)
+            yield Services(
+                tenants=TenantService(database=database),
+                keys=keys,
+                adapters=adapters,
+                quotas=QuotaService(database=database, secret=secret),
+                pins=PinService(database=database, secret=secret, max_pins=config.max_pins_per_tenant),
+            )
         finally:
             await keys.close()
     finally:

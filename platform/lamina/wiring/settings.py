@@ -154,6 +154,11 @@ class Settings(BaseSettings):
         "Seconds between rounds that unload adapters which another process deleted, and remove left-over uploads.",
         gt=0,
     )
+    policy_poll_s: float = _gateway(
+        "policy_poll_s", "Seconds after which quotas and pins that another process changed hold here.", gt=0
+    )
+    pin_ttl_s: float = _gateway("pin_ttl_s", "Seconds without a hit that a pin lives, unless it says more.", ge=1)
+    pin_hard_max_s: float = _gateway("pin_hard_max_s", "Seconds that a pin lives at most, hits or not.", ge=1)
     shutdown_grace_s: float = Field(
         5.0,
         ge=0,
@@ -166,6 +171,7 @@ class Settings(BaseSettings):
     # Tenants
     environment: str = _tenancy("environment", "The `<env>` part of API keys, `lamina_<env>_<id>_<secret>`.")
     max_adapters_per_tenant: int = _tenancy("max_adapters_per_tenant", "Adapter versions that a tenant may keep.", ge=1)
+    max_pins_per_tenant: int = _tenancy("max_pins_per_tenant", "Pins that a tenant may have at a time.", ge=1)
 
     @field_validator("home", "cache", mode="after")
     @classmethod

@@ -46,7 +46,7 @@ def test_routes_are_what_the_contract_names(kit: Kit) -> None:
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/v1/adapters",
         "/v1/adapters/{adapter}", "/v1/files", "/v1/files/{file_id}", "/tokenize", "/detokenize", "/health", "/metrics",
         "/v1/uploads", "/v1/uploads/{upload_id}/parts", "/v1/uploads/{upload_id}/complete",
-        "/v1/uploads/{upload_id}/cancel",
+        "/v1/uploads/{upload_id}/cancel", "/v1/pins", "/v1/pins/{pin_id}",
     }  # fmt: skip
     assert all(isinstance(route.path, str) for route in kit.app.routes if isinstance(route, APIRoute))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lamina.gateway.schemas.resources import ErrorBody
 
-__all__ = ["ERRORS", "GENERATION", "UPLOAD_ERRORS", "multipart_body"]
+__all__ = ["ERRORS", "GENERATION", "PIN_ERRORS", "UPLOAD_ERRORS", "multipart_body"]
 
 
 def _errors(**statuses: str) -> dict[int | str, dict[str, Any]]:
@@ -29,6 +29,11 @@ GENERATION |= ERRORS | _errors(
     s413="The body is too large.",
     s429="A limit of this tenant is exhausted; see Retry-After.",
     s503="The engine is saturated or restarting; see Retry-After.",
+)
+PIN_ERRORS = ERRORS | _errors(
+    s409="Nothing of the prefix can be pinned; `details` has the numbers.",
+    s429="A limit of this tenant is exhausted.",
+    s503="The engine is restarting, or its quotas are being loaded; see Retry-After.",
 )
 UPLOAD_ERRORS = ERRORS | _errors(
     s409="The resource exists already or is in use.",

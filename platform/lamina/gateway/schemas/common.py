@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lamina.errors import UnsupportedParameter
 
-__all__ = ["Body", "GenerationBody", "PromptTokensDetails", "StreamOptions", "Text", "Usage"]
+__all__ = ["Body", "GenerationBody", "PromptTokensDetails", "RefusingBody", "StreamOptions", "Text", "Usage"]
 
 MAX_LOGPROBS = 20
 
@@ -77,11 +77,22 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # accepted; there is no obfuscation to leave out
 
 
-class GenerationBody(Body):
-    """Sampling and bookkeeping. None means "the default", as OpenAI's clients send it.
+class RefusingBody(Body):
+    """Refuses with UnsupportedParameter, by name, what would change the meaning of the answer if ignored."""
 
-    Refuses with UnsupportedParameter, by name, what would change the meaning of the answer if ignored.
-    """
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name in UNSUPPORTED.keys() & data.keys() - cls.model_fields.keys():
+            if data[name] is not None and data[name] not in UNSUPPORTED[name]:
+                raise UnsupportedParameter(_refusal(name), param=name)
+        return {name: value for name, value in data.items() if name not in UNSUPPORTED or name in cls.model_fields}
+
+
+class GenerationBody(RefusingBody):
+    """Sampling and bookkeeping. None means "the default", as OpenAI's clients send it."""
 
     model: Annotated[str, Field(min_length=1, max_length=256, description="Base model or adapter.")]
     stream: bool | None = None
@@ -115,16 +126,6 @@ class GenerationBody(Body):
     prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for name in UNSUPPORTED.keys() & data.keys() - cls.model_fields.keys():
-            if data[name] is not None and data[name] not in UNSUPPORTED[name]:
-                raise UnsupportedParameter(_refusal(name), param=name)
-        return {name: value for name, value in data.items() if name not in UNSUPPORTED or name in cls.model_fields}
 
 
 class PromptTokensDetails(BaseModel):

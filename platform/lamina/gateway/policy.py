@@ -1,0 +1,119 @@
+"""Keeps the engine's quotas and pins as the database has them.
+
+The database is what is wanted; an engine forgets everything when it restarts, and the command line tells no server what
+it changed. So this looks every few seconds, and at once when an engine has started:
+
+    policies differ from what was set     set them all; an engine that cannot cover them keeps the ones it has
+    a pin is not in the engine            restore it (unless it just was not covered)
+    a pin is in the engine only           end it, once it is old enough that its row cannot be on its way
+    hits                                  written back, so that what was refreshed survives a restart
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+import structlog
+
+from lamina.errors import LaminaError, NotFound, QuotaNotCoverable
+from lamina.gateway.deps import GatewayDeps
+from lamina.types import CommonsReport, PinState, QuotaPolicy
+
+__all__ = ["PolicyKeeper"]
+
+log = structlog.get_logger(__name__)
+
+_TICK_S = 0.1  # how soon a new engine is noticed
+_ORPHAN_AGE_S = 30.0
+_SWEEP_S = 60.0  # between removals of expired rows
+
+
+class PolicyKeeper:
+    """One per gateway."""
+
+    def __init__(self, deps: GatewayDeps) -> None:
+        self._deps = deps
+        self._generation = 0  # of the engine that was told last
+        self._policies: tuple[QuotaPolicy, ...] | None = None  # what it was told
+        self._uncovered: set[str] = set()  # pins that this engine did not take under these policies
+        self._noted: dict[str, int] = {}  # hits by pin, as the database has them
+        self._swept_at = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled. A failed round is logged, and the next one tries again."""
+        while True:
+            try:
+                await self.round()
+            except LaminaError as exc:
+                log.warning("quotas and pins were not brought up to date", code=exc.code, reason=exc.message)
+            except Exception:
+                log.exception("keeping quotas and pins failed")
+            await self._pause()
+
+    async def round(self) -> None:
+        """Makes the engine agree with the database, once. Does nothing while there is no engine."""
+        engine = self._deps.engine
+        if not engine.ready:
+            return
+        await self._set_quotas(engine.generation)
+        started = time.time()
+        report = await engine.commons()
+        if not report.loaded:
+            return
+        await self._note(report.pins)
+        alive = await self._deps.pins.alive(engine.info.model_digest)
+        await self._end_orphans([pin for pin in report.pins if pin.pin_id not in alive], started)
+        await self._restore(alive - {pin.pin_id for pin in report.pins} - self._uncovered)
+
+    async def _pause(self) -> None:
+        until = time.monotonic() + self._deps.config.policy_poll_s
+        while time.monotonic() < until:
+            await asyncio.sleep(_TICK_S)
+            if self._deps.engine.ready and self._deps.engine.generation != self._generation:
+                return
+
+    async def _set_quotas(self, generation: int) -> None:
+        policies = await self._deps.quotas.policies()
+        if (generation, policies) == (self._generation, self._policies):
+            return
+        engine = self._deps.engine
+        if generation != self._generation:
+            await self._describe_pool(await engine.commons())
+        try:
+            await engine.set_quotas(policies)
+        except QuotaNotCoverable as exc:
+            log.error("the engine cannot cover the quotas; it goes on with those that it has", reason=exc.message)
+        self._generation, self._policies = generation, policies
+        self._uncovered.clear()
+
+    async def _describe_pool(self, report: CommonsReport) -> None:
+        info = self._deps.engine.info
+        await self._deps.quotas.note_pool(
+            capacity_blocks=report.capacity,
+            coverable_blocks=report.coverable,
+            block_bytes=info.block_bytes,
+            block_tokens=info.block_size,
+        )
+
+    async def _note(self, pins: tuple[PinState, ...]) -> None:
+        used = [pin for pin in pins if pin.hits > self._noted.get(pin.pin_id, 0)]
+        due = time.monotonic() - self._swept_at > _SWEEP_S
+        if used or due:
+            await self._deps.pins.note(used)
+            self._noted = {pin.pin_id: pin.hits for pin in pins}
+            self._swept_at = time.monotonic()
+
+    async def _end_orphans(self, pins: list[PinState], now: float) -> None:
+        for pin in pins:
+            if pin.created_at < now - _ORPHAN_AGE_S:
+                with suppress(NotFound):
+                    await self._deps.engine.unpin(pin.namespace, pin.pin_id)
+
+    async def _restore(self, missing: frozenset[str]) -> None:
+        if not missing:
+            return
+        restored = await self._deps.engine.restore_pins(await self._deps.pins.records(missing))
+        log.info("pins restored", wanted=len(missing), restored=len(restored))
+        self._uncovered |= missing - {pin.pin_id for pin in restored}
