@@ -14,6 +14,8 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.memory import MemoryIntake
+from lamina.tenancy.pins import PinService
+from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.tenants import TenantService
 from lamina.wiring.demo import DEMO_TENANTS, seed_demo
 from lamina.wiring.services import Services
@@ -31,6 +33,8 @@ def services_over(database: Database, secret: bytes = b"s" * 32) -> Services:
         tenants=TenantService(database=database),
         keys=KeyService(database=database, secret=secret),
         adapters=AdapterService(database=database, intake=MemoryIntake(), base_model="base"),
+        quotas=QuotaService(database=database, secret=secret),
+        pins=PinService(database=database, secret=secret),
     )
 
 
