@@ -56,14 +56,20 @@ def policies(draw: st.DrawFn) -> list[QuotaPolicy]:
 
 
 class CommonsMachine(RuleBasedStateMachine):
-    """A small pool, three tenants, policies that come and go."""
+    """A small pool, three tenants, policies that come and go; with and without host memory below."""
 
     backend: Backend = TorchBackend()
 
-    @initialize(chunk=st.sampled_from([8, 40]), blocks=st.integers(10, 22))
-    def start(self, chunk: int, blocks: int) -> None:
+    @initialize(chunk=st.sampled_from([8, 40]), blocks=st.integers(10, 22), host=st.sampled_from([0, 1 << 20]))
+    def start(self, chunk: int, blocks: int, host: int) -> None:
         self.core = tiny_core(
-            _STORE, backend=self.backend, num_blocks=blocks, max_batch_tokens=chunk, max_running=4, max_waiting=64
+            _STORE,
+            backend=self.backend,
+            num_blocks=blocks,
+            max_batch_tokens=chunk,
+            max_running=4,
+            max_waiting=64,
+            host_kv_bytes=host,
         )
         self.now = 1000.0
         self.core.commons = Commons(self.core.scheduler.kv, self.core._root, clock=lambda: self.now)

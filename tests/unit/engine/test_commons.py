@@ -123,16 +123,56 @@ def running(core: EngineCore) -> dict[str, int]:
 
 
 def test_a_limit_holds_a_tenant_and_nobody_else(store: Path) -> None:
-    """Its second request waits for its first; another tenant's starts beside it."""
-    core = core_with(store, quota("a", 0, 8))
+    """Its second request waits for its first; another tenant's two start beside it."""
+    core = core_with(store, quota("a", 0, 8), max_batch_tokens=512)
     for name in ("a0", "a1"):
         core.submit(request(name, prompt(int(name[1]), 5), tenant="a", max_tokens=20))
-    core.submit(request("b0", prompt(9, 5), tenant="b", max_tokens=20))
+    for name in ("b0", "b1"):
+        core.submit(request(name, prompt(9, 5), tenant="b", max_tokens=20))
     core.step()
-    assert running(core) == {"a": 1, "b": 1}
+    assert running(core) == {"a": 1, "b": 2}
     _, endings = drive(core)
     assert set(endings.values()) == {FinishReason.LENGTH}
     assert core.stats().preemptions == 0
+    core.close()
+
+
+def test_nobody_overtakes_a_large_request_but_those_within_their_reservation(store: Path) -> None:
+    """It waits for room in the pool; small ones behind it would take that again and again."""
+    core = core_with(store, quota("b", 8))
+    core.submit(request("x", prompt(0, 14.5), tenant="x", max_tokens=9))
+    core.step()
+    for name, blocks in (("y", 13.5), ("z", 1.5), ("b", 3.5)):
+        core.submit(request(name, prompt(1, blocks), tenant=name, max_tokens=9))
+    core.step()
+    assert running(core) == {"x": 1, "b": 1}
+    _, endings = drive(core)
+    assert set(endings.values()) == {FinishReason.LENGTH}
+    core.close()
+
+
+def test_whoever_is_over_its_share_gives_way(store: Path) -> None:
+    """The youngest choice of the tenant furthest over; at its own limit a tenant gives way to itself."""
+    core = core_with(store, loaded=False, max_batch_tokens=512)
+    for name, blocks in (("a0", 6), ("a1", 5), ("c0", 3), ("b0", 4)):
+        core.submit(request(name, prompt(1, blocks), tenant=name[0], max_tokens=40))
+    core.step()
+    choices = {choice.request.request.request_id: choice for choice in core.scheduler.running}
+    assert len(choices) == 4
+
+    def victim(of: str, need: int = 1) -> str | None:
+        found = core.scheduler.admission.victim(core.scheduler.running, choices[of], need)
+        return None if found is None else found.request.request.request_id
+
+    assert victim("b0") is None  # no rules yet
+    core.commons.set_quotas([quota("b", 8, 9)])
+    assert [victim(name) for name in choices] == ["a1"] * 4
+    assert victim("b0", need=6) == "b0"
+    core.commons.set_quotas([quota("b", 8, 9), quota("a", 12, weight=3)])
+    assert victim("b0") == "c0"
+    core.commons.set_quotas([quota("b", 8), quota("a", 12), quota("c", 4)])
+    assert [victim(name) for name in choices] == ["a1", "a1", "c0", "b0"]  # nobody is over: each its own
+    drive(core)
     core.close()
 
 
