@@ -145,7 +145,7 @@ class PinMachine(RuleBasedStateMachine):
 
     # Requests
 
-    @rule(name=names, prompt=prompts, more=st.integers(0, 6))
+    @rule(name=names, prompt=prompts, more=st.integers(1, 6))  # a request has at least one token to draw
     def request(self, name: str, prompt: list[int], more: int) -> None:
         """Admitted by its worst case; then it takes its prompt's blocks, and they must be there."""
         ids = identities(name, prompt)
