@@ -21,6 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import torch
+
+from harness import environment
 from lamina.config import EngineConfig
 from lamina.engine.core import EngineCore
 from lamina.models.hub import resolve
@@ -120,6 +123,7 @@ def main() -> None:
         figures = measure(resolve("smollm2-135m-instruct", default_cache()), arguments.tokens, str(valkey.address))
     finally:
         valkey.stop()
+    figures |= {"environment": environment(torch.get_num_threads())}
     arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
     print(json.dumps(figures, indent=2))
 
