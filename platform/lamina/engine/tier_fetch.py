@@ -13,36 +13,34 @@ from lamina_kvtier.errors import OutOfBlocks
 from lamina_kvtier.host_tier import HostTier, Reservation
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
+from lamina_kvtier.policies import Rate
 from lamina_kvtier.tier import NO_ADAPTER, BlockKey, Operation, Outcome, StoreTier, Tally
 
 __all__ = ["Fetch", "FetchPlan", "Rates"]
 
-_WEIGHT = 0.2  # of the newest measurement
+_NO_PRIOR = 1e-9  # blocks: the first measurement outweighs the guess that a rate starts from
 
 
 class Rates:
-    """Seconds per token computed and per block loaded, as measured lately; None before the first measurement."""
+    """How fast blocks are computed and loaded, as measured lately."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.compute_s: float | None = None  # per block
-        self.load_s: float | None = None  # per block
+        self._compute, self._load = (Rate(prior=1.0, prior_units=_NO_PRIOR) for _ in range(2))  # seconds per block
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step; those of few tokens say nothing about prefill."""
         if tokens >= 4 * self._block_size:
-            self.compute_s = _ewma(self.compute_s, seconds * self._block_size / tokens)
+            self._compute.observe(tokens / self._block_size, seconds)
 
     def loaded(self, blocks: int, seconds: float) -> None:
-        self.load_s = _ewma(self.load_s, seconds / blocks)
+        self._load.observe(blocks, seconds)
 
     def prefers_load(self) -> bool:
         """Whether loading a block takes no longer than computing it; yes while one of both is unknown."""
-        return self.compute_s is None or self.load_s is None or self.load_s <= self.compute_s
-
-
-def _ewma(old: float | None, new: float) -> float:
-    return new if old is None else old + _WEIGHT * (new - old)
+        if not self._compute.count or not self._load.count:
+            return True
+        return self._load.seconds_per_unit <= self._compute.seconds_per_unit
 
 
 class _State(Enum):
