@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -48,7 +49,7 @@ class _State(Enum):
     ENDED = "ended"
 
 
-class Request:
+class Request(ABC):
     """Something to ask a server. Must be harmless to ask twice: a lost connection may have carried it already."""
 
     __slots__ = ("_state", "attempts", "batch")
@@ -60,17 +61,17 @@ class Request:
         self._state = _State.QUEUED
         self.batch: Batch[Any]
 
+    @abstractmethod
     def frames(self) -> Sequence[Frame]:
         """What to send. Called by the lane right before, so that encoding overlaps with the server's work."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receive(self, reader: ReplyReader) -> Step:
         """Reads the reply. Raises what the reader raises."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self, failure: Failure) -> None:
         """There will be no (further) reply."""
-        raise NotImplementedError
 
 
 class Batch(Generic[T]):
