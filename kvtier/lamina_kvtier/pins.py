@@ -185,12 +185,10 @@ class PinBook:
         return self._find(namespace, pin_id)
 
     def listing(self, namespace: str | None = None) -> list[Pin]:
-        """A namespace's pins, or everybody's (None), oldest first."""
+        """A namespace's pins, or everybody's (None), oldest first; of one moment, in the order they were granted."""
         self.expire()
-        pins = self._pins.values()
-        return sorted(
-            (pin for pin in pins if namespace in (None, pin.namespace)), key=lambda pin: (pin.created_at, pin.pin_id)
-        )
+        pins = (pin for pin in self._pins.values() if namespace in (None, pin.namespace))
+        return sorted(pins, key=lambda pin: pin.created_at)
 
     def count(self, namespace: str, floor: Floor) -> PinCount:
         """What a namespace has pinned in a tier, in distinct blocks and in the tier's units, and its limit in units."""
@@ -221,7 +219,7 @@ class PinBook:
         May be called before policy is loaded. What a policy, loaded before or later, does not allow is clipped.
         Raises ValueError for a record that is none, before any is taken.
         """
-        pins = sorted(map(Pin.from_record, records), key=lambda pin: (pin.created_at, pin.pin_id))
+        pins = sorted(map(Pin.from_record, records), key=lambda pin: pin.created_at)
         now = self._clock()
         fresh = {pin.pin_id: pin for pin in pins if pin.expires_at > now and pin.floor in self._tiers}
         for pin in fresh.values():
