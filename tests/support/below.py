@@ -35,13 +35,25 @@ class Below:
 
     def __call__(self, config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> KvTiers:
         arena = HostBlocks(self.host, pool.block_bytes, pin=False)
-        mover = BlockMover(pool.data, arena, costs=COSTS, kernels=plain_kernels)
-        store: StoreTier | None = None
-        if self.store is not None:
-            store = MemoryTier(self.store, BlockCodec(layout_digest(layout), pool.block_bytes), run=self.run)
-            if self.seed is not None:
-                store = FaultTier(store, FAULTS, seed=self.seed)
-        low_water = pool.num_blocks // 2
-        tiers = KvTiers(kv, HostTier(self.host, pool.block_bytes), arena, mover, store, low_water=low_water)
+        tiers = KvTiers(
+            kv,
+            self.host_tier(pool.block_bytes),
+            arena,
+            self.mover(pool, arena),
+            self.store_tier(BlockCodec(layout_digest(layout), pool.block_bytes)),
+            low_water=pool.num_blocks // 2,
+        )
         self.made.append(tiers)
         return tiers
+
+    def host_tier(self, block_bytes: int) -> HostTier:
+        return HostTier(self.host, block_bytes)
+
+    def mover(self, pool: BlockPool, arena: HostBlocks) -> BlockMover:
+        return BlockMover(pool.data, arena, costs=COSTS, kernels=plain_kernels)
+
+    def store_tier(self, codec: BlockCodec) -> StoreTier | None:
+        if self.store is None:
+            return None
+        tier = MemoryTier(self.store, codec, run=self.run)
+        return tier if self.seed is None else FaultTier(tier, FAULTS, seed=self.seed)
