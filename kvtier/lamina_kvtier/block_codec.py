@@ -4,8 +4,8 @@
          0      4  magic "LKVB"
          4      2  version
          6      2  length of the header
-         8      8  codec of the payload: "raw", "zstd"
-        16     16  checksum: "blake3", "blake2b-256", "xxh3-128"
+         8      8  codec of the payload: "raw", "zstd", "fp8"
+        16     16  checksum: "xxh3-128", "blake3", "blake2b-256"
         32      8  bytes of the block, decoded
         40      8  bytes of the payload, as it is stored
         48     32  identity
@@ -21,19 +21,16 @@ whatever it would write itself. Checksums find accidents; who can write to the s
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from lamina_kvtier.identity import FORMAT, BlockId, Layout
+from lamina_kvtier.payload_codecs import EXACT_CODECS, LOSSY_CODECS, Buffer, NotRepresentable, PayloadCodec, optional
 from lamina_kvtier.tier import BlockKey, Outcome
 
-__all__ = ["CHECKSUMS", "CODECS", "DEFAULT_CHECKSUM", "HEADER_BYTES", "BlockCodec", "Header", "layout_digest"]
-
-Buffer = bytes | bytearray | memoryview
+__all__ = ["CHECKSUMS", "DEFAULT_CHECKSUM", "HEADER_BYTES", "BlockCodec", "Header", "layout_digest"]
 
 _MAGIC, _VERSION = b"LKVB", 1
 _FIELDS = struct.Struct("<4sHH8s16sQQ32s32s32s32s")
@@ -41,9 +38,13 @@ _CHECK_BYTES = 16
 HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
 
 
-def layout_digest(layout: Layout) -> bytes:
-    """32 bytes for the header: blocks of another layout, or of another meaning of stored bytes, do not match."""
-    spelled = json.dumps({"format": FORMAT, **asdict(layout)}, sort_keys=True)
+def layout_digest(layout: Layout, codec: str = "raw") -> bytes:
+    """32 bytes for the header: blocks of another layout, or of another meaning of stored bytes, do not match.
+
+    A lossy `codec` is another meaning; exact ones are all the same.
+    """
+    lossy = {"lossy": codec} if codec in LOSSY_CODECS else {}
+    spelled = json.dumps({"format": FORMAT, **asdict(layout), **lossy}, sort_keys=True)
     return hashlib.blake2b(spelled.encode(), digest_size=32).digest()
 
 
@@ -75,22 +76,41 @@ class Header:
 class BlockCodec:
     """Writes and reads the blocks of one layout. Any thread may use it."""
 
-    def __init__(self, layout: bytes, block_bytes: int, *, codec: str = "raw", checksum: str | None = None) -> None:
-        """layout: `layout_digest`. codec, checksum: how to write. Raises ValueError for what is not available here."""
+    def __init__(
+        self,
+        layout: bytes,
+        block_bytes: int,
+        *,
+        codec: str = "raw",
+        checksum: str | None = None,
+        codecs: Mapping[str, PayloadCodec] = EXACT_CODECS,
+    ) -> None:
+        """layout: `layout_digest`. codec, checksum: how to write; codecs: what can be read, see `codecs_for`.
+
+        Raises ValueError for what is not available here.
+        """
         checksum = checksum or DEFAULT_CHECKSUM
         if len(layout) != 32 or block_bytes < 1:
             raise ValueError(f"a layout digest has 32 bytes and a block at least 1, not {len(layout)}, {block_bytes}")
-        if codec not in CODECS or checksum not in CHECKSUMS:
-            raise ValueError(f"{codec!r}, {checksum!r}: here are {sorted(CODECS)} and {sorted(CHECKSUMS)}")
+        if codec not in codecs or checksum not in CHECKSUMS:
+            raise ValueError(f"{codec!r}, {checksum!r}: here are {sorted(codecs)} and {sorted(CHECKSUMS)}")
         self.layout, self.block_bytes, self.codec, self.checksum = layout, block_bytes, codec, checksum
+        self._codecs = codecs
 
     def encode(self, key: BlockKey, block: memoryview) -> tuple[bytes, Buffer]:
-        """Header and payload of a block; raw payload is `block` itself. Raises ValueError for another length."""
+        """Header and payload of a block; raw payload is `block` itself, and so is what its codec cannot write.
+
+        Raises ValueError for another length.
+        """
         if block.nbytes != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {block.nbytes}")
-        payload = CODECS[self.codec].encode(block)
+        codec = self.codec
+        try:
+            payload = self._codecs[codec].encode(block)
+        except NotRepresentable:
+            codec, payload = "raw", block
         header = Header(
-            codec=self.codec,
+            codec=codec,
             checksum=self.checksum,
             block_bytes=self.block_bytes,
             payload_bytes=len(payload),
@@ -114,7 +134,7 @@ class BlockCodec:
             return found
         if found.layout != self.layout or found.block_bytes != self.block_bytes:
             return Outcome.WRONG_LAYOUT
-        if found.codec not in CODECS or found.checksum not in CHECKSUMS:
+        if found.codec not in self._codecs or found.checksum not in CHECKSUMS:
             return Outcome.WRONG_LAYOUT
         sound = (
             found.identity == identity
@@ -132,7 +152,7 @@ class BlockCodec:
             return Outcome.CORRUPT
         if payload is into:
             return Outcome.OK
-        return Outcome.OK if CODECS[header.codec].decode(payload, into) else Outcome.CORRUPT
+        return Outcome.OK if self._codecs[header.codec].decode(payload, into) else Outcome.CORRUPT
 
     def decode(self, value: Buffer, identity: BlockId, into: memoryview, *, adapter: bytes | None = None) -> Outcome:
         """A whole stored value, header and payload. Anything but OK leaves `into` undefined."""
@@ -171,62 +191,13 @@ def _blake2b(payload: Buffer) -> bytes:
 def _checksums() -> dict[str, Callable[[Buffer], bytes]]:
     """What can be computed here, the best default first."""
     found: dict[str, Callable[[Buffer], bytes]] = {}
-    if (blake3 := _optional("blake3")) is not None:
+    if (xxhash := optional("xxhash")) is not None:  # a tenth of blake3's time; forgers are not its business anyway
+        found["xxh3-128"] = lambda payload: bytes(xxhash.xxh3_128_digest(payload)).ljust(32, b"\0")
+    if (blake3 := optional("blake3")) is not None:
         found["blake3"] = lambda payload: bytes(blake3.blake3(payload).digest())
     found["blake2b-256"] = _blake2b
-    if (xxhash := _optional("xxhash")) is not None:  # costs a tenth of the time, but is not cryptographic: by choice
-        found["xxh3-128"] = lambda payload: bytes(xxhash.xxh3_128_digest(payload)).ljust(32, b"\0")
     return found
-
-
-def _optional(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        return None
 
 
 CHECKSUMS: Mapping[str, Callable[[Buffer], bytes]] = _checksums()
 DEFAULT_CHECKSUM = next(iter(CHECKSUMS))
-
-
-# Codecs of payloads.
-
-
-class _Raw:
-    def encode(self, block: memoryview) -> Buffer:
-        return block
-
-    def decode(self, payload: Buffer, into: memoryview) -> bool:
-        into[:] = payload
-        return True
-
-
-class _Zstd:
-    """Level 1: keys and values are noise to a compressor, more effort finds nothing more."""
-
-    def __init__(self, zstandard: Any) -> None:
-        self._library = zstandard
-
-    def encode(self, block: memoryview) -> Buffer:
-        compressed: bytes = self._library.ZstdCompressor(level=1).compress(block)  # not shared: one thread each
-        return compressed
-
-    def decode(self, payload: Buffer, into: memoryview) -> bool:
-        """False if it is no frame of exactly as many bytes as `into` has."""
-        try:
-            if self._library.frame_content_size(payload) != into.nbytes:
-                return False
-            block = self._library.ZstdDecompressor().decompress(payload)
-        except self._library.ZstdError:
-            return False
-        into[:] = block
-        return True
-
-
-def _codecs() -> dict[str, _Raw | _Zstd]:
-    zstandard = _optional("zstandard")
-    return {"raw": _Raw()} if zstandard is None else {"raw": _Raw(), "zstd": _Zstd(zstandard)}
-
-
-CODECS: Mapping[str, _Raw | _Zstd] = _codecs()

@@ -25,6 +25,7 @@ class EngineConfig:
     num_blocks: int | None = None
     host_kv_bytes: int = 0  # host memory for blocks that the pool has no room for; 0: no such tier
     kv_store_url: str = ""  # redis://, rediss:// or unix:// of a Redis or Valkey server that keeps blocks; "": none
+    kv_store_codec: str = "raw"  # how blocks are written there: raw, zstd (exact, smaller) or fp8 (lossy, a quarter)
     kv_store_ttl_s: float | None = None  # a stored block expires so long after it was written; None: never
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left

@@ -17,7 +17,8 @@ import pytest
 
 from fixtures.redis import running_redis, tell
 from lamina.wiring.valkey import EmbeddedValkey
-from lamina_kvtier.block_codec import CODECS, HEADER_BYTES, BlockCodec
+from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
+from lamina_kvtier.payload_codecs import EXACT_CODECS
 from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.tier import Outcome, StoreTier, Tally
@@ -81,7 +82,7 @@ class TestRedisTier(TierContract):
         return make
 
 
-@pytest.mark.skipif("zstd" not in CODECS, reason="zstandard is not installed")
+@pytest.mark.skipif("zstd" not in EXACT_CODECS, reason="zstandard is not installed")
 class TestRedisTierZstd(TierContract):
     @pytest.fixture
     def make_tier(self, shared_server: EmbeddedValkey, connect: Connect) -> MakeTier:

@@ -108,6 +108,9 @@ class Settings(BaseSettings):
         description="Memory of the embedded store (`LAMINA_KV_STORE_URL=embedded`).",
         json_schema_extra={"section": "Engine"},
     )
+    kv_store_codec: Literal["raw", "zstd", "fp8"] = _engine(
+        "kv_store_codec", "How blocks are kept there: `raw`, `zstd` (exact, smaller) or `fp8` (lossy, a quarter)."
+    )
     kv_store_ttl_s: float | None = _engine(
         "kv_store_ttl_s", "Seconds after which a stored block expires; unset: never.", gt=0
     )

@@ -10,15 +10,12 @@ from lamina.config import EngineConfig
 from lamina.engine.pool import BlockPool
 from lamina.engine.tiers import KvTiers, NoTiers, Tiers
 from lamina.errors import ConfigurationInvalid
+from lamina.wiring.block_store import open_store
 from lamina_kernels.gpu.block_mover import BlockKernels, BlockMover, HostBlocks, calibrate
 from lamina_kernels.oracles import blocks as plain_kernels
-from lamina_kvtier.block_codec import BlockCodec, layout_digest
 from lamina_kvtier.host_tier import HostTier
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
-from lamina_kvtier.redis_plane import InvalidAddress, RedisAddress
-from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
-from lamina_kvtier.tier import StoreTier
 
 __all__ = ["MakeTiers", "build_tiers"]
 
@@ -35,7 +32,7 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
         return NoTiers()
     if not config.prefix_caching:
         raise ConfigurationInvalid("KV tiers hold prefixes: they need prefix_caching.", param="prefix_caching")
-    store = _store(config, pool, layout) if config.kv_store_url else None
+    store = open_store(config, pool.block_bytes, layout) if config.kv_store_url else None
     wanted = max(config.host_kv_bytes, _STAGING_BYTES if store is not None else 0)
     slots = wanted // pool.block_bytes
     if slots < 1:
@@ -49,14 +46,6 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     # What two steps can take at most: they must not evict what is not saved yet.
     low_water = min(2 * config.max_batch_tokens // config.block_size, pool.num_blocks)
     return KvTiers(kv, HostTier(slots, pool.block_bytes), arena, mover, store, low_water=low_water)
-
-
-def _store(config: EngineConfig, pool: BlockPool, layout: Layout) -> StoreTier:
-    codec = BlockCodec(layout_digest(layout), pool.block_bytes)
-    try:
-        return RedisTier(RedisAddress.parse(config.kv_store_url), codec, RedisTierConfig(ttl_s=config.kv_store_ttl_s))
-    except InvalidAddress as error:
-        raise ConfigurationInvalid(str(error), param="kv_store_url") from error
 
 
 def _kernels(device: torch.device) -> BlockKernels:
