@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -14,6 +14,7 @@ from lamina_kvtier.host_tier import HostTier, Reservation
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.policies import Rate
+from lamina_kvtier.reasons import Reason, reason_of
 from lamina_kvtier.tier import NO_ADAPTER, BlockKey, Operation, Outcome, StoreTier, Tally
 
 __all__ = ["Fetch", "FetchPlan", "Rates"]
@@ -67,6 +68,9 @@ class Fetch:
     transfer: Transfer | None = None
     targets: list[int] = field(default_factory=list)
     since: float = 0.0
+    loaded: set[BlockId] = field(default_factory=set)
+    origins: dict[BlockId, str] = field(default_factory=dict)  # "host" or "store": where what it brought up came from
+    fates: dict[BlockId, Reason] = field(default_factory=dict)  # why what was asked for below did not come
     cancelled: bool = False
 
     @property
@@ -107,20 +111,24 @@ class Fetch:
     def _end_lookup(self) -> None:
         if self.lookup is None or not self.lookup.done():
             return
-        found = 0 if self.cancelled else self.lookup.result().blocks
+        tally = self.lookup.result()
+        found = 0 if self.cancelled else tally.blocks
+        self._lack(self.ids[len(self.slots) + found :], reason_of(tally.outcome))
         self.state = _State.PROMOTE
         if found and self.plan.store is not None:
             self._start_load(self.plan.store, found)
 
     def _start_load(self, store: StoreTier, found: int) -> None:
+        wanted = self.ids[len(self.slots) :][:found]
         if not self.plan.rates.prefers_load():
             self.plan.counts["declined"] += found
+            self._lack(wanted, Reason.CHEAPER)
             return
-        wanted = self.ids[len(self.slots) :][:found]
         for reservation in self.plan.host.reserve([self.key(identity) for identity in wanted]):
             if reservation is None:
                 break
             self.reservations.append(reservation)
+        self._lack(wanted[len(self.reservations) :], Reason.PRESSURE)
         if self.reservations:
             views = [self.plan.arena.bytes_of(reservation.slot) for reservation in self.reservations]
             self.since = self.plan.clock()
@@ -136,7 +144,10 @@ class Fetch:
         self.plan.counts["failed"] += len(outcomes) - good
         if good:
             self.plan.rates.loaded(good, self.plan.clock() - self.since)
+        for reservation, outcome in zip(self.reservations, outcomes, strict=True):
+            self._lack([reservation.key.id], reason_of(outcome))
         here, lost = self.reservations[:good], self.reservations[good:]
+        self.loaded.update(reservation.key.id for reservation in here)
         self.plan.host.commit(here)
         self.plan.host.abandon(lost)
         arrived = self.plan.host.find([reservation.key.id for reservation in here])
@@ -175,10 +186,15 @@ class Fetch:
         else:
             for block, identity in zip(self.targets, self.ids, strict=False):
                 self.plan.kv.publish(block, identity)
+                self.origins[identity] = "store" if identity in self.loaded else "host"
             self.blocks += self.targets
             self.plan.counts["promoted"] += len(self.targets)
         self.targets = []
         self._finish()
+
+    def _lack(self, ids: Iterable[BlockId], reason: Reason | None) -> None:
+        if reason is not None:
+            self.fates |= dict.fromkeys(ids, reason)
 
     def _finish(self) -> None:
         self.plan.host.release(self.slots)

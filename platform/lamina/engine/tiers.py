@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lamina.engine.provenance import Provenance, Unasked
 from lamina.engine.request import Choice
 from lamina.engine.tier_fetch import Fetch, FetchPlan
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
@@ -162,11 +163,13 @@ class KvTiers:
         store: StoreTier | None = None,
         *,
         low_water: int,
+        provenance: Provenance | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`low_water`: free device blocks below which the next victims are spilled."""
+        """`low_water`: free device blocks below which the next victims are spilled. `provenance` hears of fetches."""
         self._kv, self._host, self._arena, self._mover, self._store = kv, host, arena, mover, store
         self._low_water = low_water
+        self._provenance: Provenance = Unasked() if provenance is None else provenance
         self._counts: Counter[str] = Counter()
         self._plan = FetchPlan(kv, host, arena, mover, store, self._counts, clock)
         self._spills: list[_Spill] = []
@@ -189,6 +192,7 @@ class KvTiers:
     def started(self, choice: Choice) -> None:
         fetch = self._fetches.pop(choice, None)
         if fetch is not None:
+            self._provenance.arrived(choice, fetch.origins, fetch.fates)
             fetch.let_go()
 
     def left(self, choice: Choice) -> None:
