@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["EngineConfig", "GatewayConfig", "TenancyConfig"]
+__all__ = ["HALF_OF_WHAT_IS_LEFT", "EngineConfig", "GatewayConfig", "TenancyConfig"]
 
 MIB = 1 << 20
+HALF_OF_WHAT_IS_LEFT = -1  # a size: half of the memory that the process may still take when the engine starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,7 @@ class EngineConfig:
     block_size: int = 16  # tokens
     kv_bytes: int = 1024 * MIB  # size of the block pool; ignored when num_blocks is set
     num_blocks: int | None = None
-    host_kv_bytes: int = 0  # host memory for blocks that the pool has no room for; 0: no such tier
+    host_kv_bytes: int = 0  # host memory for blocks that the pool has no room for; 0: none; or HALF_OF_WHAT_IS_LEFT
     kv_store_url: str = ""  # redis://, rediss:// or unix:// of a Redis or Valkey server that keeps blocks; "": none
     kv_store_codec: str = "raw"  # how blocks are written there: raw, zstd (exact, smaller) or fp8 (lossy, a quarter)
     kv_store_ttl_s: float | None = None  # a stored block expires so long after it was written; None: never

@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from lamina.config import EngineConfig, GatewayConfig, TenancyConfig
+from lamina.config import HALF_OF_WHAT_IS_LEFT, EngineConfig, GatewayConfig, TenancyConfig
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.paths import default_cache, default_home
 
@@ -96,8 +96,9 @@ class Settings(BaseSettings):
         "kv_bytes", "Memory for KV blocks, for example `4GiB`; unused if `LAMINA_NUM_BLOCKS` is set.", ge=1
     )
     num_blocks: int | None = _engine("num_blocks", "KV blocks, instead of a size in bytes.", ge=1)
-    host_kv_bytes: ByteSize = _engine(
-        "host_kv_bytes", "Host memory for KV blocks that the pool has no room for; 0: none.", ge=0
+    host_kv_bytes: Annotated[ByteSize, Field(ge=0)] | Literal["auto"] = _engine(
+        "host_kv_bytes",
+        "Host memory for KV blocks that the pool has no room for; 0: none; `auto`: half of what is left.",
     )
     kv_store_url: str = _engine(
         "kv_store_url", "Where KV blocks are kept: `redis://`, `rediss://`, `unix://` or `embedded`; empty: nowhere."
@@ -193,6 +194,8 @@ class Settings(BaseSettings):
     def engine(self, model: Path) -> EngineConfig:
         """`model`: the local folder that `self.model` was resolved to."""
         values = self._shared_with(EngineConfig) | {"model": model, "served_name": self.served_name}
+        if values["host_kv_bytes"] == "auto":
+            values["host_kv_bytes"] = HALF_OF_WHAT_IS_LEFT
         return EngineConfig(adapters=self.tenancy().adapters, **values)
 
     def gateway(self) -> GatewayConfig:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from lamina.config import EngineConfig
+from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
 from lamina.engine.tiers import KvTiers, NoTiers, Tiers
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.block_store import open_store
+from lamina.wiring.memory_left import host_bytes
 from lamina_kernels.gpu.block_mover import BlockKernels, BlockMover, HostBlocks, calibrate
 from lamina_kernels.oracles import blocks as plain_kernels
 from lamina_kvtier.host_tier import HostTier
@@ -26,10 +29,12 @@ _STAGING_BYTES = 64 << 20  # host memory that a store works through if host memo
 def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> Tiers:
     """By `host_kv_bytes` and `kv_store_url`; neither: the device pool alone. Measures copies on a GPU (half a second).
 
-    Raises ConfigurationInvalid for an address that is none, and for a tier without prefix caching.
+    Raises ConfigurationInvalid for an address that is none, for more memory than is left, and for a tier without
+    prefix caching.
     """
     if not config.host_kv_bytes and not config.kv_store_url:
         return NoTiers()
+    config = replace(config, host_kv_bytes=host_bytes(config.host_kv_bytes))
     if not config.prefix_caching:
         raise ConfigurationInvalid("KV tiers hold prefixes: they need prefix_caching.", param="prefix_caching")
     store = open_store(config, pool.block_bytes, layout) if config.kv_store_url else None
@@ -45,7 +50,9 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     mover = BlockMover(pool.data, arena, costs=calibrate(device, kernels), kernels=kernels)
     # What two steps can take at most: they must not evict what is not saved yet.
     low_water = min(2 * config.max_batch_tokens // config.block_size, pool.num_blocks)
-    return KvTiers(kv, HostTier(slots, pool.block_bytes), arena, mover, store, low_water=low_water)
+    commons = HostCommons.of_slots(kv, slots, pool.block_bytes) if config.host_kv_bytes else None
+    host = HostTier(slots, pool.block_bytes) if commons is None else commons.tier
+    return KvTiers(kv, host, arena, mover, store, low_water=low_water, commons_of_host=commons)
 
 
 def _kernels(device: torch.device) -> BlockKernels:
