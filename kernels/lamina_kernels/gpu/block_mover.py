@@ -4,7 +4,8 @@
     promote   host[slots[i]] ──▶ pool[ids[i]]        kernel: one copy per run ▶ staging ▶ scatter
                                                      dma:    one copy per block
 
-Each direction has its lane (a side stream on a GPU), so that both directions of the bus work at once. A transfer
+Each direction has its lane (a side stream on a GPU, a thread elsewhere), so that both directions of the bus work at
+once. A transfer
 starts after what was queued on the current stream when it was asked for: a spill reads what the last step wrote, a
 promotion overwrites what no step still reads. What the caller owes in return, until the transfer is done: spilled
 blocks and promoted slots are not written; promoted blocks and spilled slots are not touched, by another transfer
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lamina_kernels.gpu.host_blocks import HostBlocks
-from lamina_kernels.gpu.lanes import Transfer, lane_for
+from lamina_kernels.gpu.lanes import Transfer, copy_beside, lane_for
 from lamina_kernels.gpu.mover_costs import BlockKernels, MoverCosts, Way, WayCosts, calibrate
 
 __all__ = ["BlockKernels", "BlockMover", "HostBlocks", "MoverCosts", "Transfer", "Way", "WayCosts", "calibrate"]
@@ -71,7 +72,7 @@ class BlockMover:
         for batch in self._spills.batches(self._host, ids, slots):
             if batch.staged is None:
                 for block, slot in zip(batch.ids, batch.slots, strict=True):
-                    self._host.slots(slot)[0].copy_(self._blocks[block], non_blocking=True)
+                    copy_beside(self._host.slots(slot)[0], self._blocks[block])
                 continue
             self._kernels.gather_blocks(self._blocks, _on_device(batch.ids, self._blocks), batch.staged)
             for start, stop in batch.runs:
@@ -81,7 +82,7 @@ class BlockMover:
         for batch in self._promotions.batches(self._host, ids, slots):
             if batch.staged is None:
                 for block, slot in zip(batch.ids, batch.slots, strict=True):
-                    self._blocks[block].copy_(self._host.slots(slot)[0], non_blocking=True)
+                    copy_beside(self._blocks[block], self._host.slots(slot)[0])
                 continue
             for start, stop in batch.runs:
                 batch.staged[start:stop].copy_(self._host.slots(batch.slots[start], stop - start), non_blocking=True)

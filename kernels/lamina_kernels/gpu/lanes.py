@@ -5,17 +5,21 @@
     after the work
 
 On a GPU a lane is a side stream and the arrows are events: nothing here makes the host wait but `Transfer.wait`.
-Elsewhere work is done at once, behind the same interface.
+Elsewhere it is a thread, and the step is the host's own work: so `gate` has to wait, and a step goes on beside all
+transfers but those that it gates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
-__all__ = ["Lane", "Transfer", "lane_for"]
+__all__ = ["Lane", "Transfer", "copy_beside", "lane_for"]
 
 
 class Transfer(Protocol):
@@ -30,7 +34,7 @@ class Transfer(Protocol):
         ...
 
     def gate(self) -> None:
-        """Work queued from now on, on the current stream of the device, runs after it. Never blocks the host."""
+        """Work queued from now on, on the current stream of the device, runs after it. Blocks no host with a GPU."""
         ...
 
 
@@ -41,40 +45,49 @@ class Lane(Protocol):
 
 
 def lane_for(device: torch.device) -> Lane:
-    """A side stream of its own on a GPU; at once elsewhere."""
-    return _StreamLane(device) if device.type == "cuda" else _EagerLane()
+    """A side stream of its own on a GPU, a thread elsewhere."""
+    return _StreamLane(device) if device.type == "cuda" else _ThreadLane()
 
 
-class _Ended:
-    """A transfer that needs no more waiting."""
+def copy_beside(target: Tensor, source: Tensor) -> None:
+    """One block, contiguous bytes, as work of a lane.
 
-    __slots__ = ("_error",)
+    Within host memory by NumPy: it lets other threads run, and copies with one. torch would open a team of threads for
+    each block, which beside a step that has its own costs far more than the copy.
+    """
+    if target.device.type == source.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)
 
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
+
+class _ThreadLane:
+    """One thread, started by the first work, which ends when the lane is forgotten. What was queued on the host before
+    has happened by then, since the host waits for its own work."""
+
+    __slots__ = ("_thread",)
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
+
+    def submit(self, work: Callable[[], None]) -> Transfer:
+        return _Threaded(self._thread.submit(work))
+
+
+class _Threaded:
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
 
     def done(self) -> bool:
-        return True
+        return self._future.done()
 
     def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._future.result()
 
     def gate(self) -> None:
-        self.wait()
-
-
-class _EagerLane:
-    def submit(self, work: Callable[[], None]) -> Transfer:
-        return _Ended(_attempt(work))
-
-
-def _attempt(work: Callable[[], None]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - whatever it was, it belongs to whoever waits for the transfer
-        return error
-    return None
+        self._future.result()
 
 
 # CUDA only from here on: not run where there is no GPU.
@@ -117,3 +130,11 @@ class _Queued:
         if self._error is not None:
             raise self._error
         self._event.wait()
+
+
+def _attempt(work: Callable[[], None]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - whatever it was, it belongs to whoever waits for the transfer
+        return error
+    return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from torch import Tensor
@@ -108,7 +110,7 @@ def test_no_kernel_where_its_vectors_do_not_fit() -> None:
 
 def test_nothing_to_move() -> None:
     moves = mover(noise(*SHAPE), arena(), KERNEL)
-    assert moves.spill([], []).done()
+    moves.spill([], []).wait()
     moves.promote([], []).wait()
 
 
@@ -119,6 +121,8 @@ def test_a_fault_waits_for_who_waits(error: Exception) -> None:
     moves = mover(pool, arena(), PER_CALL, recorder)
     recorder.error = error
     failed = [moves.spill([0, 1], [0, 1]), moves.promote([0, 1], [2, 3])]
+    while not all(transfer.done() for transfer in failed):
+        time.sleep(0.001)
     recorder.error = None
     for transfer in failed:
         for finish in (transfer.wait, transfer.wait, transfer.gate):
