@@ -60,7 +60,7 @@ def test_a_crowd_says_what_each_says_alone(
     below = PoisonedBelow(host=12, store=MemoryStore(limit=24 * _STORED), seed=seed, faults=faults)
     core = tiny_core(folder, backend=BACKENDS[backend], tiers=below, **SMALL)
     crowd = Crowd(seed, adapters)
-    crowd.run(core, below)
+    crowd.run(core, below.tick)
     stats = core.stats()
     assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
     assert stats.blocks_active == 0

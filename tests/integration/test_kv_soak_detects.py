@@ -216,7 +216,7 @@ def _play(folder: Path, crowd: Crowd, below_class: type[PoisonedBelow], seed: in
         folder, backend=backend, tiers=below, num_blocks=14, max_batch_tokens=48, max_running=6, max_waiting=200
     )
     try:
-        crowd.run(core, below)
+        crowd.run(core, below.tick)
     except (KvError, AssertionError) as broken:
         return [f"{type(broken).__name__}: {broken}"]
     finally:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fixtures.engines import Outputs, collect, request
 from lamina.engine.core import EngineCore
 from lamina.types import FinishReason, GenerationRequest
-from support.poison import PoisonedBelow
 
 __all__ = ["Crowd"]
 
@@ -28,7 +27,8 @@ class Crowd:
         self._adapters = adapters
         self._prefixes = [self.dice.choices(range(3, 211), k=16 * blocks) for blocks in (2, 3, 5)]
 
-    def run(self, core: EngineCore, below: PoisonedBelow, *, max_steps: int = 6000) -> None:
+    def run(self, core: EngineCore, tick: Callable[[], None], *, max_steps: int = 20_000) -> None:
+        """Steps until everybody has ended; `tick` is called after each step."""
         for _ in range(max_steps):
             if len(self.requests) < self.count and self.dice.random() < 0.7:
                 self._submit(core)
@@ -36,7 +36,7 @@ class Crowd:
                 self._cancel(core)
             collect(core.step(), self.tokens, self.endings)
             core.check_integrity()
-            below.tick()
+            tick()
             if len(self.requests) == self.count and not core.has_work():
                 return
         raise AssertionError("the engine made no progress")
