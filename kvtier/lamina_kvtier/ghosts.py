@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.reasons import Reason
@@ -47,6 +48,11 @@ class Ghosts:
 
     def __len__(self) -> int:
         return sum(map(len, self._segments))
+
+    @property
+    def rooms(self) -> list[int]:
+        """What `Ghost.extra_blocks` can be, smallest first."""
+        return list(accumulate(self._sizes))
 
     def add(self, identity: BlockId, reason: Reason) -> None:
         """`identity` was evicted just now. What no longer fits into a segment moves on to the next."""

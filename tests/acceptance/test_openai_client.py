@@ -69,6 +69,33 @@ async def test_chat_stream_with_usage(client: AsyncOpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 5
 
 
+async def test_cached_tokens_by_tier_are_an_extension_that_the_client_passes_on(client: AsyncOpenAI) -> None:
+    """Whole and streamed, chat and completions: the client's own field, and ours beside it, which adds up to it."""
+    long: Any = [{"role": "user", "content": "x" * 60}]
+    details = []
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=BASE, messages=long, max_tokens=1)
+        assert answer.usage is not None
+        details.append(answer.usage.prompt_tokens_details)
+    stream = await client.chat.completions.create(
+        model=BASE, messages=long, max_tokens=1, stream=True, stream_options={"include_usage": True}
+    )
+    details += [chunk.usage.prompt_tokens_details async for chunk in stream if chunk.usage is not None]
+    for _ in range(2):
+        text = await client.completions.create(model=BASE, prompt="y" * 40, max_tokens=1)
+        assert text.usage is not None
+        details.append(text.usage.prompt_tokens_details)
+    chunks = await client.completions.create(
+        model=BASE, prompt="y" * 40, max_tokens=1, stream=True, stream_options={"include_usage": True}
+    )
+    details += [chunk.usage.prompt_tokens_details async for chunk in chunks if chunk.usage is not None]
+    assert [found.cached_tokens for found in details if found is not None] == [0, 64, 64, 0, 32, 32]
+    for found in details:
+        assert found is not None
+        assert found.model_extra is not None
+        assert sum(found.model_extra["cached_tokens_by_tier"].values()) == found.cached_tokens
+
+
 async def test_chat_stream_helper_rebuilds_the_completion(kit: Kit, client: AsyncOpenAI) -> None:
     """The client's own accumulator finds nothing amiss."""
     kit.engine.script = saying(*b"hello")

@@ -28,6 +28,7 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.lora_intake import LoraIntake
+from lamina.tenancy.operator import OperatorDoor
 from lamina.tenancy.pins import PinService
 from lamina.tenancy.principal import ALL_SCOPES
 from lamina.tenancy.quotas import QuotaService
@@ -86,6 +87,7 @@ async def house(sqlite_template: Path, tmp_path: Path, time: Time) -> AsyncItera
         adapters=adapters,
         quotas=QuotaService(database=database, secret=SECRET),
         pins=PinService(database=database, secret=SECRET),
+        operator=OperatorDoor(SECRET),
         config=GatewayConfig(),
         base_model=BASE,
         uploads=tmp_path / "uploads",

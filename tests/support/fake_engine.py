@@ -19,6 +19,9 @@ from pathlib import Path
 from lamina.config import EngineConfig
 from lamina.engine.client import ZmqEngineClient
 from lamina.engine.commons import Commons
+from lamina.engine.errands import Errand
+from lamina.engine.explain import Explainer
+from lamina.engine.inspector import Inspector
 from lamina.errors import ConfigurationInvalid, ContextLengthExceeded
 from lamina.types import (
     AdapterRunning,
@@ -26,6 +29,8 @@ from lamina.types import (
     EngineStats,
     FinishReason,
     GenerationRequest,
+    PrefixExplanation,
+    PrefixOrder,
     SamplingParams,
     TokenEvent,
 )
@@ -66,6 +71,43 @@ def empty_commons() -> Commons:
     return Commons(KvManager(64, quotas=QuotaBook(64, 4)), lambda adapter, namespace: namespace.encode().ljust(32))
 
 
+class _Waiting:
+    """An errand that needs some looks; a broken one ends badly."""
+
+    def __init__(self, errand: Errand[PrefixExplanation], *, broken: bool) -> None:
+        self._errand, self._broken, self._looks = errand, broken, 3
+
+    def advance(self) -> PrefixExplanation | None:
+        self._looks -= 1
+        if self._looks > 0:
+            return None
+        if self._broken:
+            raise RuntimeError("a bug that one errand found")
+        return self._errand.advance()
+
+
+class _Inspector(Inspector):
+    """Prompts of an adapter "slow" or "broken" are explained later."""
+
+    def explain(self, order: PrefixOrder) -> Errand[PrefixExplanation]:
+        errand = super().explain(order)
+        return errand if order.adapter is None else _Waiting(errand, broken=order.adapter == "broken")
+
+
+def empty_inspector() -> Inspector:
+    """Of an empty pool."""
+    kv = KvManager(64, quotas=QuotaBook(64, 4))
+    return _Inspector(
+        kv,
+        None,
+        Explainer(kv, None, block_bytes=1),
+        empty_commons(),
+        lambda adapter, namespace: namespace.encode().ljust(32),
+        block_bytes=1,
+        check_integrity=kv.check_integrity,
+    )
+
+
 @dataclass
 class FakeCore:
     """Makes one token per open choice and step: 1000 * choice + position modulo 1000."""
@@ -77,6 +119,7 @@ class FakeCore:
     counts: dict[str, int] = field(default_factory=lambda: {"steps": 0, "cancelled": 0, "finished": 0})
     corrupt: bool = False
     commons: Commons = field(default_factory=lambda: empty_commons())
+    inspector: Inspector = field(default_factory=lambda: empty_inspector())
 
     def submit(self, request: GenerationRequest) -> None:
         kind = request.prompt_token_ids[0]

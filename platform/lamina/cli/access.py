@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 # The services load sqlalchemy and alembic: only when a command runs, so that `--help` answers at once.
@@ -28,6 +28,7 @@ class Access:
     """The operator's way in: straight to the database and the files, no server needed."""
 
     settings: Settings
+    secret: bytes = field(repr=False)
     database: Database
     tenants: TenantService
     keys: KeyService
@@ -68,6 +69,7 @@ async def _open() -> AsyncIterator[Access]:
     try:
         yield Access(
             settings=settings,
+            secret=secret,
             database=database,
             tenants=TenantService(database=database),
             keys=keys,

@@ -26,15 +26,18 @@ from lamina.engine.streams import RequestStream
 from lamina.engine.wire import (
     PULSE,
     AskCommons,
+    AskPrefixes,
     AskStats,
     CallFailed,
     Cancel,
     CommonsReply,
     Done,
     Events,
+    ExplainPrefix,
     FromCore,
     Garbled,
     Heartbeat,
+    InspectorReply,
     Pin,
     PinReply,
     PinsReply,
@@ -48,6 +51,7 @@ from lamina.engine.wire import (
     ToCore,
     UnloadAdapter,
     Unpin,
+    Verify,
     decode_from_core,
     encode,
 )
@@ -61,8 +65,13 @@ from lamina.types import (
     PinOrder,
     PinRecord,
     PinState,
+    PrefixExplanation,
+    PrefixOrder,
+    PrefixReport,
     QuotaPolicy,
     TokenEvent,
+    VerifyOrder,
+    VerifyReport,
 )
 
 __all__ = ["ZmqEngineClient"]
@@ -173,6 +182,15 @@ class ZmqEngineClient:
 
     async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
         return cast("tuple[PinState, ...]", await self._call(lambda call: RestorePins(call, tuple(records))))
+
+    async def prefixes(self) -> PrefixReport:
+        return cast("PrefixReport", await self._call(AskPrefixes))
+
+    async def explain_prefix(self, order: PrefixOrder) -> PrefixExplanation:
+        return cast("PrefixExplanation", await self._call(lambda call: ExplainPrefix(call, order)))
+
+    async def verify(self, order: VerifyOrder) -> VerifyReport:
+        return cast("VerifyReport", await self._call(lambda call: Verify(call, order)))
 
     async def _call(self, message: Callable[[int], ToCore]) -> Any:
         """Sends what `message` makes of a call's number, and waits for the answer. Raises what the core refused."""
@@ -306,6 +324,8 @@ class ZmqEngineClient:
                 self._settle(call, answer)
             case PinsReply(call, pins):
                 self._settle(call, pins)
+            case InspectorReply(call, prefixes, explanation, verified):
+                self._settle(call, prefixes or explanation or verified)
             case Done(call):
                 self._settle(call, None)
             case CallFailed(call, failure, context):

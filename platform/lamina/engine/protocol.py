@@ -14,8 +14,13 @@ from lamina.types import (
     PinOrder,
     PinRecord,
     PinState,
+    PrefixExplanation,
+    PrefixOrder,
+    PrefixReport,
     QuotaPolicy,
     TokenEvent,
+    VerifyOrder,
+    VerifyReport,
 )
 
 __all__ = ["EngineClient"]
@@ -79,6 +84,18 @@ class EngineClient(Protocol):
 
     async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
         """Brings pins back after a restart; returns those that are alive and were not there. Raises as `pin` does."""
+        ...
+
+    async def prefixes(self) -> PrefixReport:
+        """How each namespace's prompts fared in the prefix cache. Raises EngineUnavailable."""
+        ...
+
+    async def explain_prefix(self, order: PrefixOrder) -> PrefixExplanation:
+        """Where a prompt's blocks are, and why the others are nowhere. Raises EngineUnavailable."""
+        ...
+
+    async def verify(self, order: VerifyOrder) -> VerifyReport:
+        """Checks a batch of what a tier holds, between steps. Raises InvalidRequest, EngineUnavailable."""
         ...
 
     async def close(self) -> None: ...

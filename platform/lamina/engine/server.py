@@ -2,6 +2,7 @@
 
     while not stopping:
         take every message that has come
+        go on with errands: answers that wait for a store
         one step, if there is work; its events leave as one message
         otherwise sleep until a message or a signal comes
 
@@ -13,13 +14,18 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from lamina.engine.commons import Commons
+from lamina.engine.errands import Errand
 from lamina.engine.failures import context_of, failure_of
+from lamina.engine.inspector import Inspector
 from lamina.engine.link import Link, Pulse
 from lamina.engine.wire import (
     AskCommons,
+    AskPrefixes,
     AskStats,
     CallFailed,
     Cancel,
@@ -27,7 +33,10 @@ from lamina.engine.wire import (
     CommonsReply,
     Done,
     Events,
+    ExplainPrefix,
     FromCore,
+    InspectorCall,
+    InspectorReply,
     Pin,
     PinReply,
     PinsReply,
@@ -42,9 +51,10 @@ from lamina.engine.wire import (
     ToCore,
     UnloadAdapter,
     Unpin,
+    Verify,
 )
 from lamina.errors import LaminaError
-from lamina.types import EngineInfo, EngineStats, GenerationRequest, TokenEvent
+from lamina.types import EngineInfo, EngineStats, GenerationRequest, PrefixExplanation, TokenEvent, VerifyReport
 
 __all__ = ["Core", "EngineServer"]
 
@@ -52,6 +62,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_DRAIN = 256  # messages between two steps, so that a flood of them cannot stop the steps
 _IDLE_CHECK_S = 1.0  # quiet time before the books are checked
+_ERRAND_S = 0.002  # between looks at an errand while there is nothing else to do
 _FAREWELL_S = 3.0  # for the last events on the way out
 
 
@@ -63,6 +74,9 @@ class Core(Protocol):
 
     @property
     def commons(self) -> Commons: ...
+
+    @property
+    def inspector(self) -> Inspector: ...
 
     def submit(self, request: GenerationRequest) -> None: ...
 
@@ -90,6 +104,7 @@ class EngineServer:
         self._pulse = pulse
         self._stopping = False
         self._unchecked = False  # whether requests ran since the last check of the books
+        self._errands: dict[int, Errand[PrefixExplanation] | Errand[VerifyReport]] = {}  # by call
         self._open: dict[str, int] = {}  # request id -> choices not yet finished
 
     def stop(self) -> None:
@@ -110,6 +125,7 @@ class EngineServer:
             if (message := self._link.receive()) is None:
                 break
             self._handle(message)
+        self._run_errands()
         if self._core.has_work():
             self._step()
         elif not self._stopping:
@@ -127,6 +143,9 @@ class EngineServer:
 
     def _idle(self) -> None:
         self._pulse.turned(busy=False)
+        if self._errands:
+            self._link.wait(_ERRAND_S)
+            return
         if self._link.wait(_IDLE_CHECK_S if self._unchecked else None):
             return
         self._core.check_integrity()
@@ -144,17 +163,48 @@ class EngineServer:
                 self._core.unload_adapter(digest)
             case Shutdown():
                 self.stop()
+            case AskPrefixes() | ExplainPrefix() | Verify():
+                self._answer(message.call, lambda: self._inspect(message))
             case _:
-                self._link.send(self._answer(message))
+                self._answer(message.call, lambda: self._ask(message))
 
-    def _answer(self, message: CommonsCall) -> FromCore:
+    def _answer(self, call: int, ask: Callable[[], FromCore | None]) -> None:
+        """Sends what `ask` returns, or that it failed; None: nothing yet."""
         try:
-            return self._ask(message)
-        except LaminaError as error:
-            return CallFailed(message.call, failure_of(error), context_of(error))
+            answer = ask()
         except Exception as error:  # noqa: BLE001 - one wish must not end everybody's requests
-            _log.exception("the core failed on a %s", type(message).__name__)
-            return CallFailed(message.call, failure_of(error), context_of(error))
+            if not isinstance(error, LaminaError):
+                _log.exception("the core failed on a call")
+            self._errands.pop(call, None)
+            answer = CallFailed(call, failure_of(error), context_of(error))
+        if answer is not None:
+            self._link.send(answer)
+
+    def _inspect(self, message: InspectorCall) -> FromCore | None:
+        inspector = self._core.inspector
+        match message:
+            case AskPrefixes(call):
+                return InspectorReply(call, prefixes=inspector.prefixes())
+            case ExplainPrefix(call, order):
+                self._errands[call] = inspector.explain(order)
+            case Verify(call, wanted):
+                self._errands[call] = inspector.verify(wanted)
+        return None
+
+    def _run_errands(self) -> None:
+        for call in list(self._errands):
+            self._answer(call, partial(self._advance, call))
+
+    def _advance(self, call: int) -> FromCore | None:
+        match self._errands[call].advance():
+            case PrefixExplanation() as explanation:
+                answer = InspectorReply(call, explanation=explanation)
+            case VerifyReport() as verified:
+                answer = InspectorReply(call, verified=verified)
+            case None:
+                return None
+        del self._errands[call]
+        return answer
 
     def _ask(self, message: CommonsCall) -> FromCore:
         commons = self._core.commons

@@ -2,8 +2,9 @@
 
     to the core    Submit, Cancel, UnloadAdapter, AskStats, Shutdown
                    SetQuotas, AskCommons, Pin, RenewPin, Unpin, RestorePins
+                   AskPrefixes, ExplainPrefix, Verify
     from the core  Ready, Events, Refused, StatsReply, Heartbeat
-                   Done, CommonsReply, PinReply, PinsReply, CallFailed
+                   Done, CommonsReply, PinReply, PinsReply, InspectorReply, CallFailed
 
 The values inside are those of `lamina.types`, typed on both sides: a frame that does not decode to exactly
 these types raises `Garbled` and changes nothing. No code, class name or file name ever crosses.
@@ -27,13 +28,19 @@ from lamina.types import (
     PinOrder,
     PinRecord,
     PinState,
+    PrefixExplanation,
+    PrefixOrder,
+    PrefixReport,
     QuotaPolicy,
     TokenEvent,
+    VerifyOrder,
+    VerifyReport,
 )
 
 __all__ = [
     "PULSE",
     "AskCommons",
+    "AskPrefixes",
     "AskStats",
     "CallFailed",
     "Cancel",
@@ -41,9 +48,12 @@ __all__ = [
     "CommonsReply",
     "Done",
     "Events",
+    "ExplainPrefix",
     "FromCore",
     "Garbled",
     "Heartbeat",
+    "InspectorCall",
+    "InspectorReply",
     "Pin",
     "PinReply",
     "PinsReply",
@@ -58,6 +68,7 @@ __all__ = [
     "ToCore",
     "UnloadAdapter",
     "Unpin",
+    "Verify",
     "decode_from_core",
     "decode_to_core",
     "encode",
@@ -139,6 +150,26 @@ class RestorePins(msgspec.Struct, frozen=True, tag="restore_pins"):
     records: tuple[PinRecord, ...]
 
 
+class AskPrefixes(msgspec.Struct, frozen=True, tag="ask_prefixes"):
+    """InspectorReply with a PrefixReport; so are the next two answered, perhaps some steps later."""
+
+    call: int
+
+
+class ExplainPrefix(msgspec.Struct, frozen=True, tag="explain_prefix"):
+    """PrefixExplanation."""
+
+    call: int
+    order: PrefixOrder
+
+
+class Verify(msgspec.Struct, frozen=True, tag="verify"):
+    """VerifyReport."""
+
+    call: int
+    order: VerifyOrder
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End everything with CANCELLED and exit 0; what SIGTERM does."""
 
@@ -188,6 +219,15 @@ class PinsReply(msgspec.Struct, frozen=True, tag="pins"):
     pins: tuple[PinState, ...]
 
 
+class InspectorReply(msgspec.Struct, frozen=True, tag="inspector"):
+    """One of the three, by what was asked."""
+
+    call: int
+    prefixes: PrefixReport | None = None
+    explanation: PrefixExplanation | None = None
+    verified: VerifyReport | None = None
+
+
 class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
     """The core refused a call; nothing changed."""
 
@@ -206,8 +246,10 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 CommonsCall = SetQuotas | AskCommons | Pin | RenewPin | Unpin | RestorePins
-ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown | CommonsCall
-FromCore = Ready | Events | Refused | StatsReply | Heartbeat | Done | CommonsReply | PinReply | PinsReply | CallFailed
+InspectorCall = AskPrefixes | ExplainPrefix | Verify
+ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown | CommonsCall | InspectorCall
+_Reply = StatsReply | Done | CommonsReply | PinReply | PinsReply | InspectorReply | CallFailed
+FromCore = Ready | Events | Refused | Heartbeat | _Reply
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core = msgspec.msgpack.Decoder(ToCore)

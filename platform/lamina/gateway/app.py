@@ -18,7 +18,7 @@ from lamina.gateway.errors import respond
 from lamina.gateway.housekeeping import keep_house, sweep
 from lamina.gateway.middleware import Door
 from lamina.gateway.policy import PolicyKeeper
-from lamina.gateway.routes import adapters, chat, completions, files, models, ops, parts, pins, tokenize
+from lamina.gateway.routes import adapters, chat, completions, files, models, operator, ops, parts, pins, tokenize
 
 __all__ = ["create_app"]
 
@@ -38,7 +38,7 @@ def create_app(deps: GatewayDeps) -> FastAPI:
     for kind in (LaminaError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _on_error)
     app.add_middleware(Door, deps=deps)
-    for module in (chat, completions, models, adapters, files, parts, pins, tokenize, ops):
+    for module in (chat, completions, models, adapters, files, parts, pins, tokenize, operator, ops):
         app.include_router(module.router)
     return app
 

@@ -10,10 +10,11 @@ from fastapi import Depends, Request
 from lamina.errors import Unauthenticated
 from lamina.tenancy.principal import Principal, Scope
 
-__all__ = ["PUBLIC_PATHS", "AdapterReader", "AdapterWriter", "AnyKey", "Caller", "bearer_token"]
+__all__ = ["OPERATOR_PATHS", "PUBLIC_PATHS", "AdapterReader", "AdapterWriter", "AnyKey", "Caller", "bearer_token"]
 
 # Open by name; every other path needs a key, so that a new route can't be left open by mistake.
 PUBLIC_PATHS = frozenset({"/health", "/metrics", "/openapi.json"})
+OPERATOR_PATHS = "/operator/"  # below it no tenant's key helps: it takes a ticket of `tenancy.operator`
 
 MAX_KEY_CHARS = 512
 

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lamina.gateway.auth import PUBLIC_PATHS, bearer_token
+from lamina.errors import Unauthenticated
+from lamina.gateway.auth import OPERATOR_PATHS, PUBLIC_PATHS, bearer_token
 from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.disconnect import ClientGone
 from lamina.gateway.errors import BodyTooLarge, respond
@@ -62,7 +63,12 @@ class Door:
             await respond(exc, Request(scope))(scope, receive, visit.send)
 
     async def _admit(self, scope: Scope) -> None:
-        principal = await self._deps.keys.authenticate(bearer_token(Headers(scope=scope)))
+        token, path = bearer_token(Headers(scope=scope)), scope["path"]
+        if path.startswith(OPERATOR_PATHS):
+            if not self._deps.operator.admits(token, path):
+                raise Unauthenticated("This is for the operator's own command line: lamina kv.")
+            return
+        principal = await self._deps.keys.authenticate(token)
         scope["state"]["principal"] = principal
         structlog.contextvars.bind_contextvars(tenant=principal.tenant_id, key=principal.key_id)
 

@@ -35,6 +35,7 @@ async def build_gateway(
             adapters=services.adapters,
             quotas=services.quotas,
             pins=services.pins,
+            operator=services.operator,
             config=gateway,
             base_model=engine.name,
             uploads=tenancy.uploads,

@@ -26,6 +26,7 @@ import uvloop
 from lamina.config import EngineConfig
 from lamina.engine.client import ZmqEngineClient
 from lamina.errors import EngineUnavailable
+from lamina.wiring.address import announced
 from lamina.wiring.demo import DemoAccess, demo_adapters, seed_demo
 from lamina.wiring.launch import Launch
 from lamina.wiring.listener import base_url, listen
@@ -67,7 +68,11 @@ def serve(
     """
     started = time.monotonic()
     adapters = demo_adapters() if demo else None
-    with _terminable(), listen(settings.host, settings.port) as listener:
+    with (
+        _terminable(),
+        listen(settings.host, settings.port) as listener,
+        announced(settings.home, base_url(listener)),
+    ):
         engine = settings.engine(find_model())
         with embedded_store(engine, settings.kv_store_bytes) as engine, runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")

@@ -14,6 +14,7 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.lora_intake import LoraIntake
+from lamina.tenancy.operator import OperatorDoor
 from lamina.tenancy.pins import PinService
 from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.secret import load_or_create_secret
@@ -32,6 +33,7 @@ class Services:
     adapters: AdapterService
     quotas: QuotaService
     pins: PinService
+    operator: OperatorDoor
 
 
 @asynccontextmanager
@@ -56,6 +58,7 @@ async def open_services(config: TenancyConfig, engine: EngineConfig) -> AsyncIte
                 adapters=adapters,
                 quotas=QuotaService(database=database, secret=secret),
                 pins=PinService(database=database, secret=secret, max_pins=config.max_pins_per_tenant),
+                operator=OperatorDoor(secret),
             )
         finally:
             await keys.close()

@@ -45,7 +45,7 @@ async def test_an_answer(kit: Kit) -> None:
         "prompt_tokens": prompt,
         "completion_tokens": 8,
         "total_tokens": prompt + 8,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "cached_tokens_by_tier": {"gpu": 0, "host": 0, "store": 0}},
     }
 
 
@@ -212,7 +212,8 @@ async def test_a_version_can_be_asked_for(kit: Kit, tmp_path: Path) -> None:
 async def test_cached_tokens_are_reported(kit: Kit) -> None:
     await post(kit, max_tokens=1)
     usage = (await post(kit, max_tokens=1)).json()["usage"]
-    assert usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    by_tier = {"gpu": 16, "host": 0, "store": 0}
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 16, "cached_tokens_by_tier": by_tier}
 
 
 async def test_a_refusal_is_an_http_error_even_for_streams(kit: Kit) -> None:

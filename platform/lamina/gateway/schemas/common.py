@@ -8,7 +8,16 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from lamina.errors import UnsupportedParameter
 
-__all__ = ["Body", "GenerationBody", "PromptTokensDetails", "RefusingBody", "StreamOptions", "Text", "Usage"]
+__all__ = [
+    "Body",
+    "CachedTokensByTier",
+    "GenerationBody",
+    "PromptTokensDetails",
+    "RefusingBody",
+    "StreamOptions",
+    "Text",
+    "Usage",
+]
 
 MAX_LOGPROBS = 20
 
@@ -128,8 +137,17 @@ class GenerationBody(RefusingBody):
     parallel_tool_calls: bool | None = None
 
 
+class CachedTokensByTier(BaseModel):
+    """Where the KV blocks of cached tokens were. Lamina's own; they add up to `cached_tokens`."""
+
+    gpu: int
+    host: int
+    store: int
+
+
 class PromptTokensDetails(BaseModel):
     cached_tokens: int
+    cached_tokens_by_tier: CachedTokensByTier
 
 
 class Usage(BaseModel):

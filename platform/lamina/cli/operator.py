@@ -1,0 +1,92 @@
+"""The command line's way to a running server over the same data folder: /operator/, with signed tickets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lamina.errors import EngineUnavailable, InvalidRequest, LaminaError, NotFound
+
+if TYPE_CHECKING:
+    from lamina.cli.access import Access
+
+__all__ = ["NoServer", "Server", "find_server"]
+
+_TIMEOUT_S = 60.0
+
+
+class NoServer(LaminaError):
+    """No server answers."""
+
+
+class Server:
+    """One running server. Calls block; raise NoServer if nobody answers, and what the server refuses."""
+
+    def __init__(self, url: str, secret: bytes) -> None:
+        from lamina.tenancy.operator import OperatorDoor
+
+        self.url = url.rstrip("/")
+        self._door = OperatorDoor(secret)
+        # Never through a proxy: a ticket is for this server.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def get(self, path: str) -> dict[str, Any]:
+        return self._call(path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return self._call(path, json.dumps(body).encode())
+
+    def _call(self, path: str, data: bytes | None) -> dict[str, Any]:
+        headers = {"Authorization": f"Bearer {self._door.ticket(path)}", "Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, data=data, headers=headers)  # noqa: S310 - checked below
+        try:
+            with self._opener.open(request, timeout=_TIMEOUT_S) as response:
+                found: dict[str, Any] = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise _refusal(error, self.url) from error
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise NoServer(f"No server answers at {self.url} ({_why(error)}). Start one: lamina serve") from error
+        return found
+
+
+def find_server(access: Access, url: str | None) -> Server:
+    """At `url`, else where the server of this data folder said, else where the settings would have it listen.
+
+    Raises InvalidRequest for what is no address.
+    """
+    from lamina.wiring.address import announced_address
+
+    settings = access.settings
+    host = settings.host if settings.host not in ("0.0.0.0", "::") else "localhost"  # noqa: S104 - compared, not bound
+    found = url or announced_address(settings.home) or f"http://{host}:{settings.port}"
+    if not found.startswith(("http://", "https://")):
+        raise InvalidRequest(f"--url takes an address that begins with http:// or https://, not {found!r}.")
+    return Server(found, access.secret)
+
+
+def _why(error: Exception) -> str:
+    return str(getattr(error, "reason", error)) or type(error).__name__
+
+
+def _refusal(error: urllib.error.HTTPError, url: str) -> LaminaError:
+    try:
+        message = str(json.load(error)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        message = f"The server at {url} answered {error.code}."
+    match error.code:
+        case 401:
+            return InvalidRequest(
+                f"The server at {url} runs over another data folder than this command, or is no Lamina server of this "
+                "version. Set LAMINA_HOME as for the server, or name the right one with --url."
+            )
+        case 404:
+            return NotFound(message)
+        case 503:
+            return EngineUnavailable(message)
+        case code if code < 500:
+            return InvalidRequest(message)
+    return LaminaError(message)

@@ -1,0 +1,90 @@
+"""What each tenant has in the tiers and how its prompts fare, by tenant id where the engine knows namespaces only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from lamina.engine.protocol import EngineClient
+from lamina.types import CommonsReport, TenantBlocks, TenantPrefixes
+
+__all__ = ["NOBODY", "Shares", "tenants_shares"]
+
+NOBODY = "unknown"  # whose tenant is deleted, or not of this database
+_SUMS = ("active", "cached", "pinned", "pending", "pin_hits", "host_bytes", "host_pinned_bytes", "host_pending_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """`namespace` holds a tenant's id in all of them: a namespace is a secret's child, and no label."""
+
+    report: CommonsReport
+    blocks: tuple[TenantBlocks, ...]
+    prefixes: tuple[TenantPrefixes, ...]
+
+
+class Names(Protocol):
+    async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]: ...
+
+
+async def tenants_shares(engine: EngineClient, quotas: Names) -> Shares:
+    """Raises EngineUnavailable, DatabaseUnavailable."""
+    report, prefixes = await engine.commons(), await engine.prefixes()
+    namespaces = {share.namespace for share in report.tenants} | {found.namespace for found in prefixes.tenants}
+    names = await quotas.tenants_of(frozenset(namespaces))
+    return Shares(report, _blocks(report.tenants, names), _prefixes(prefixes.tenants, names))
+
+
+def _blocks(shares: Iterable[TenantBlocks], names: Mapping[str, str]) -> tuple[TenantBlocks, ...]:
+    known, strays = list[TenantBlocks](), list[TenantBlocks]()
+    for share in shares:
+        if share.namespace in names:
+            known.append(replace(share, namespace=names[share.namespace]))
+        else:
+            strays.append(share)
+    return (*known, _together(strays)) if strays else tuple(known)
+
+
+def _together(shares: Sequence[TenantBlocks]) -> TenantBlocks:
+    evictions, below = Counter[str](), Counter[str]()
+    for share in shares:
+        evictions.update(dict(share.evictions))
+        below.update(dict(share.host_evictions))
+    stored = [share.store_bytes for share in shares if share.store_bytes is not None]
+    return TenantBlocks(
+        namespace=NOBODY,
+        **{name: sum(getattr(share, name) for share in shares) for name in _SUMS},
+        evictions=tuple(sorted(evictions.items())),
+        host_evictions=tuple(sorted(below.items())),
+        store_bytes=sum(stored) if stored else None,
+    )
+
+
+def _prefixes(tenants: Iterable[TenantPrefixes], names: Mapping[str, str]) -> tuple[TenantPrefixes, ...]:
+    known, strays = list[TenantPrefixes](), list[TenantPrefixes]()
+    for found in tenants:
+        if found.namespace in names:
+            known.append(replace(found, namespace=names[found.namespace]))
+        else:
+            strays.append(found)
+    return (*known, _all_of(strays)) if strays else tuple(known)
+
+
+def _all_of(tenants: Sequence[TenantPrefixes]) -> TenantPrefixes:
+    hits = Counter[str]()
+    misses, declined = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    ghosts = Counter[tuple[str, int]]()
+    for found in tenants:
+        hits.update(dict(found.hits))
+        misses.update({(tier, reason): count for tier, reason, count in found.misses})
+        declined.update({(tier, reason): count for tier, reason, count in found.declined})
+        ghosts.update({(tier, extra): count for tier, extra, count in found.ghost_hits})
+    return TenantPrefixes(
+        namespace=NOBODY,
+        hits=tuple(sorted(hits.items())),
+        misses=tuple((tier, reason, count) for (tier, reason), count in sorted(misses.items())),
+        ghost_hits=tuple((tier, extra, count) for (tier, extra), count in sorted(ghosts.items())),
+        declined=tuple((tier, reason, count) for (tier, reason), count in sorted(declined.items())),
+    )
