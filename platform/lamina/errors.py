@@ -10,11 +10,12 @@
     ├── NotFound                     not_found
     │   └── ModelNotFound            model_not_found
     ├── Conflict                     conflict
-    │   ├── QuotaNotCoverable        quota_not_coverable    (limit, need, have)
+    │   ├── QuotaNotCoverable        quota_not_coverable    (tier, limit, need, have)
     │   └── PinDenied                pin_denied             (reason, limit, need, have, decision)
     ├── TooLarge                     too_large              (limit_bytes)
     ├── InvalidAdapter               invalid_adapter        (violations)
     ├── LimitExceeded                rate_limit_exceeded    (limit, need, have, retry_after_s)
+    │   └── WaitExceeded             wait_exceeded          (limit, need, have, decision, retry_after_s)
     ├── EngineOverloaded             engine_overloaded      (limit, retry_after_s)
     ├── EngineUnavailable            engine_unavailable     (retry_after_s)
     ├── EngineInternal               engine_error
@@ -55,6 +56,7 @@ __all__ = [
     "Unauthenticated",
     "UnsupportedModel",
     "UnsupportedParameter",
+    "WaitExceeded",
 ]
 
 
@@ -152,13 +154,18 @@ class Conflict(LaminaError):
 
 
 class QuotaNotCoverable(Conflict):
-    """The quotas of all tenants together would promise more than there is."""
+    """The quotas of all tenants together would promise more than there is of a tier: gpu, host or store.
+
+    The numbers are blocks for `gpu`, bytes for the others.
+    """
 
     code = "quota_not_coverable"
 
-    def __init__(self, message: str, *, limit: int, need: int, have: int) -> None:
-        self.limit, self.need, self.have = limit, need, have
-        super().__init__(message, param="reserved_blocks")
+    def __init__(
+        self, message: str, *, limit: int, need: int, have: int, tier: str = "gpu", param: str = "reserved_blocks"
+    ) -> None:
+        self.limit, self.need, self.have, self.tier = limit, need, have, tier
+        super().__init__(message, param=param)
 
 
 class PinDenied(Conflict):
@@ -215,6 +222,18 @@ class LimitExceeded(LaminaError):
     ) -> None:
         self.limit, self.need, self.have = limit, need, have
         super().__init__(message, retry_after_s=retry_after_s)
+
+
+class WaitExceeded(LimitExceeded):
+    """The request waited for its turn for as long as it may; retry later."""
+
+    code = "wait_exceeded"
+
+    def __init__(
+        self, message: str, *, limit: float, need: float, have: float, decision: str, retry_after_s: float
+    ) -> None:
+        self.decision = decision
+        super().__init__(message, limit=limit, need=need, have=have, retry_after_s=retry_after_s)
 
 
 class EngineOverloaded(LaminaError):

@@ -7,6 +7,8 @@ from enum import StrEnum
 
 __all__ = [
     "AdapterRunning",
+    "BlockRun",
+    "CachedTokens",
     "CommonsReport",
     "EngineFailure",
     "EngineInfo",
@@ -17,11 +19,19 @@ __all__ = [
     "PinOrder",
     "PinRecord",
     "PinState",
+    "PrefixExplanation",
+    "PrefixOrder",
+    "PrefixReport",
     "QuotaPolicy",
     "SamplingParams",
     "TenantBlocks",
+    "TenantPrefixes",
+    "TierQuota",
+    "TierSize",
     "TokenEvent",
     "TokenLogprob",
+    "VerifyOrder",
+    "VerifyReport",
 ]
 
 
@@ -97,6 +107,20 @@ class EngineFailure:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    context: dict[str, str | int | float | bool | list[str] | None] = field(default_factory=dict)  # limit, need, ...
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTokens:
+    """Prompt tokens that were not computed, by the tier that had them."""
+
+    gpu: int = 0
+    host: int = 0
+    store: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.gpu + self.host + self.store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +133,13 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()  # as many as token_ids, if asked for
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # the stop token that ended it; it is in token_ids, not in the text
-    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    cached_by_tier: CachedTokens = CachedTokens()  # prompt tokens served from the prefix cache
+    queued_s: float | None = None  # seconds from its arrival to its start, in the first event of the request
     error: EngineFailure | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_by_tier.total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +158,7 @@ class EngineInfo:
     dtype: str
     device: str
     block_bytes: int = 0  # keys and values of one block
+    host_blocks: int = 0  # that host memory holds below the pool; 0: no such tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +199,23 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierQuota:
+    """Rights in one tier: 0 <= pin_limit <= reserved <= limit. In blocks of the device pool, in bytes of the others."""
+
+    reserved: int = 0
+    limit: int | None = None  # None: the whole tier
+    pin_limit: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaPolicy:
-    """What a namespace is promised of the block pool: 0 <= pin_limit <= reserved <= limit, in blocks."""
+    """What a namespace is promised of each tier. Nothing can be pinned in the store."""
 
     namespace: str
-    reserved_blocks: int = 0
-    limit_blocks: int | None = None  # None: the whole pool
-    pin_limit_blocks: int = 0
     weight: float = 1.0
+    gpu: TierQuota = TierQuota()  # blocks
+    host: TierQuota = TierQuota()  # bytes
+    store: TierQuota = TierQuota()  # bytes; its pin_limit is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +245,10 @@ class PinRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinState:
-    """A pin as the engine has it. `resident_blocks` of its `blocks` are in the pool, the others not computed (yet)."""
+    """A pin as the engine has it. `resident_blocks` of its `blocks` are kept, the others not computed (yet).
+
+    With floor `gpu` that is: in the pool; with floor `host`: in the pool or in host memory.
+    """
 
     pin_id: str
     namespace: str
@@ -238,7 +280,7 @@ class PinAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantBlocks:
-    """A namespace's blocks in the pool. Cached ones may be evicted; pinned ones are held by a pin alone."""
+    """What a namespace has, tier by tier. Cached blocks may be evicted; pinned ones are held by a pin alone."""
 
     namespace: str
     active: int = 0
@@ -246,15 +288,109 @@ class TenantBlocks:
     pinned: int = 0
     pending: int = 0  # promised to running choices
     pin_hits: int = 0  # only grows
-    evictions: tuple[tuple[str, int], ...] = ()  # by reason; only grow
+    evictions: tuple[tuple[str, int], ...] = ()  # from the pool, by reason; only grow
+    host_bytes: int = 0  # paid for in host memory, in whatever state
+    host_pinned_bytes: int = 0  # of those: kept by a pin with floor `host`
+    host_pending_bytes: int = 0  # of those: being written, on their way down or up
+    host_evictions: tuple[tuple[str, int], ...] = ()  # blocks lost from host memory, by reason; only grow
+    store_bytes: int | None = None  # None: there is no store, or it does not say
+
+
+@dataclass(frozen=True, slots=True)
+class TierSize:
+    """A tier as quotas see it, in bytes: of `capacity`, `coverable` can be promised to all tenants together.
+
+    None: nobody knows, because a store does not say.
+    """
+
+    capacity: int | None
+    coverable: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonsReport:
-    """How the pool is shared. Until `loaded`, quotas are not known and nobody is held to one."""
+    """How the tiers are shared. Until `loaded`, quotas are not known and nobody is held to one."""
 
     loaded: bool
-    capacity: int  # blocks
+    capacity: int  # blocks of the pool
     coverable: int  # of those can be promised to all tenants together
     tenants: tuple[TenantBlocks, ...] = ()
     pins: tuple[PinState, ...] = ()
+    host: TierSize | None = None  # None: host memory is no tier of its own
+    store: TierSize | None = None  # None: there is none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantPrefixes:
+    """How a namespace's prompts fared in the prefix cache, in full blocks. All counts only grow."""
+
+    namespace: str
+    hits: tuple[tuple[str, int], ...] = ()  # (tier, blocks)
+    misses: tuple[tuple[str, str, int], ...] = ()  # (tier that lost it last or "none", reason, blocks)
+    ghost_hits: tuple[tuple[str, int, int], ...] = ()  # (tier, bytes, blocks): misses that so much more room would spare
+    declined: tuple[tuple[str, str, int], ...] = ()  # (tier, reason, blocks): not kept, or not brought up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixReport:
+    tenants: tuple[TenantPrefixes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixOrder:
+    """A prompt whose blocks somebody wants to know of."""
+
+    namespace: str
+    token_ids: tuple[int, ...]
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRun:
+    """Neighbouring blocks of a prompt of which the same is known. In no tier: `lost_by` and `reason` say why."""
+
+    first: int
+    blocks: int
+    tiers: tuple[str, ...] = ()  # where they are now: gpu, host, store
+    pins: tuple[str, ...] = ()  # ids of the pins that keep them
+    lost_by: str | None = None  # gpu | host | store | none
+    reason: str | None = None
+    room: tuple[tuple[str, int], ...] = ()  # (tier, bytes of more room with which it would have them)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixExplanation:
+    """A prompt's full blocks, and how its namespace fares."""
+
+    block_tokens: int
+    block_bytes: int
+    blocks: int
+    runs: tuple[BlockRun, ...]
+    store: str  # none | ok | unavailable: then what only the store has looks lost
+    prefixes: TenantPrefixes
+    rooms: tuple[tuple[str, int], ...]  # (tier, bytes of more room), as far as ghosts remember
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOrder:
+    """Check `count` blocks of a tier from `start` on, or with a `seed` as many at random.
+
+    Tier `gpu` has no block to read: its books are checked, and those of all tiers with it.
+    """
+
+    tier: str  # gpu | host | store
+    start: int = 0
+    count: int = 64
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """`checked` blocks were compared, `absent` had left meanwhile or could not be read."""
+
+    tier: str
+    total: int  # blocks that there are to check
+    checked: int = 0
+    absent: int = 0
+    violations: tuple[str, ...] = ()
+    following: int | None = None  # where to go on; None: that was all

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import zmq
@@ -26,9 +27,13 @@ from lamina.types import (
     GenerationRequest,
     PinOrder,
     PinRecord,
+    PrefixExplanation,
+    PrefixOrder,
     QuotaPolicy,
     SamplingParams,
+    TierQuota,
     TokenEvent,
+    VerifyOrder,
 )
 from support.fake_engine import (
     BUG,
@@ -311,9 +316,9 @@ async def test_quotas_and_pins_cross_the_border(engine: Harness) -> None:
     client = engine.client
     assert not (await client.commons()).loaded
     with pytest.raises(QuotaNotCoverable) as refusal:
-        await client.set_quotas([QuotaPolicy(namespace="a", reserved_blocks=61)])
+        await client.set_quotas([QuotaPolicy(namespace="a", gpu=TierQuota(reserved=61))])
     assert (refusal.value.limit, refusal.value.need) == (60, 61)
-    policy = QuotaPolicy(namespace="a", reserved_blocks=8, pin_limit_blocks=2)
+    policy = QuotaPolicy(namespace="a", gpu=TierQuota(reserved=8, pin_limit=2))
     await client.set_quotas([policy])
     answer = await client.pin(PinOrder(namespace="a", token_ids=tuple(range(48))))
     assert (answer.status, answer.reason, answer.need, answer.have) == ("clipped", "pin_limit", 3, 2)
@@ -329,6 +334,27 @@ async def test_quotas_and_pins_cross_the_border(engine: Harness) -> None:
     record = PinRecord(pin_id=renewed.pin_id, order=order, created_at=renewed.created_at, expires_at=renewed.expires_at)
     assert [pin.pin_id for pin in await client.restore_pins([record])] == [renewed.pin_id]
     assert await client.restore_pins([record]) == ()
+
+
+async def test_the_inspector_is_asked_across_the_border(engine: Harness) -> None:
+    """At once or some looks later, also while there is nothing else to do; failures end one call and no more."""
+    client = engine.client
+    assert (await client.prefixes()).tenants == ()
+    order = PrefixOrder(namespace="a", token_ids=tuple(range(40)))
+    at_once, later, broken = await asyncio.gather(
+        client.explain_prefix(order),
+        client.explain_prefix(replace(order, adapter="slow")),
+        client.explain_prefix(replace(order, adapter="broken")),
+        return_exceptions=True,
+    )
+    assert at_once == later
+    assert isinstance(at_once, PrefixExplanation)
+    assert (at_once.blocks, at_once.runs[0].reason) == (2, "never_stored")
+    assert isinstance(broken, EngineInternal)
+    report = await client.verify(VerifyOrder(tier="gpu"))
+    assert (report.checked, report.violations) == (64, ())
+    with pytest.raises(InvalidRequest, match="attic"):
+        await client.verify(VerifyOrder(tier="attic"))
 
 
 async def test_a_new_core_has_another_generation_and_no_policy() -> None:

@@ -16,6 +16,7 @@ from lamina.cli import adapters as adapters_command
 from lamina.cli.access import Access
 from lamina.cli.durations import parse_duration
 from lamina.cli.main import app
+from lamina.cli.sizes import parse_size, size
 from lamina.errors import InvalidRequest
 from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
@@ -23,6 +24,7 @@ from lamina.tenancy.keys import KeyService
 from lamina.tenancy.memory import MemoryIntake
 from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.secret import load_or_create_secret
+from lamina.types import TierSize
 
 Run = Callable[..., Result]
 
@@ -195,20 +197,35 @@ def test_quotas(lamina: Run, home: Path) -> None:
     assert "64 blocks of 16 tokens" in shown
     assert "Reserved: 60 of 60" in shown
     assert of_json(lamina("kv", "top", "--json"))["pool"]["coverable_blocks"] == 60
+    tiers = ["--host-reserved", "4GiB", "--host-limit", "8 GiB", "--host-pin-limit", "512MiB", "--store-limit", "1.5TB"]
+    assert "LAMINA_HOST_KV_BYTES" in lamina("quotas", "set", "acme", *tiers, fails=1).stderr
+    note_pool(home, coverable_blocks=60, host=TierSize(6 << 30, 5 << 30))
+    record = of_json(lamina("quotas", "set", "acme", *tiers, "--json"))
+    assert (record["host_reserved_bytes"], record["host_pin_limit_bytes"]) == (4 << 30, 512 << 20)
+    assert (record["reserved_blocks"], record["store_limit_bytes"]) == (0, 1_500_000_000_000)
+    rows = [line.split() for line in lamina("quotas", "list").stdout.splitlines() if line.startswith("acme")]
+    assert [row[1] for row in rows] == ["gpu", "host", "store"]
+    assert rows[1][2:8] == ["4", "GiB", "8", "GiB", "512", "MiB"]
+    refused = lamina("quotas", "set", "globex", "--host-reserved", "2GiB", fails=1)
+    assert "bytes of host memory" in refused.stderr
+    assert (
+        "--host-limit '4 potatoes' is no size"
+        in lamina("quotas", "set", "acme", "--host-limit", "4 potatoes", fails=2).stderr
+    )
     assert "never" in lamina("quotas", "unset", "acme").stdout
     assert "comes out of" in lamina("quotas", "set", "acme", "--pin-limit-blocks", "1", fails=2).stderr
     assert "'nobody'" in lamina("quotas", "set", "nobody", fails=1).stderr
     assert "Example: lamina kv top" in lamina("kv", "top", "--help").stdout
 
 
-def note_pool(home: Path, *, coverable_blocks: int) -> None:
+def note_pool(home: Path, *, coverable_blocks: int, host: TierSize | None = None) -> None:
     """As a server over the same home does."""
 
     async def work() -> None:
         database = Database.open(f"sqlite+aiosqlite:///{home / 'lamina.db'}")
         quotas = QuotaService(database=database, secret=load_or_create_secret(home / "secret"))
         await quotas.note_pool(
-            capacity_blocks=64, coverable_blocks=coverable_blocks, block_bytes=1 << 20, block_tokens=16
+            capacity_blocks=64, coverable_blocks=coverable_blocks, block_bytes=1 << 20, block_tokens=16, host=host
         )
         await database.close()
 
@@ -232,3 +249,44 @@ def test_what_is_no_duration(text: str) -> None:
     """The option is named in the message."""
     with pytest.raises(InvalidRequest, match="--overlap"):
         parse_duration(text, param="overlap")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("512MiB", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4 gib", 4 << 30),
+        ("4G", 4 << 30),
+        ("1.5GB", 1_500_000_000),
+        ("2TiB", 2 << 40),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, number: int) -> None:
+    """Powers of 1000 with a plain B, as disks are sold, and else of 1024, as memory is."""
+    assert parse_size(text, option="--x") == number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "GiB", "4XB", "4iB", "1e9", "4GiBB", "\u0664GiB", "1.2.3M", "4 Gi B"])
+def test_what_is_no_size(text: str) -> None:
+    """The option is named in the message."""
+    with pytest.raises(InvalidRequest, match="--host-limit"):
+        parse_size(text, option="--host-limit")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (4096, "4 KiB"),
+        (5 << 29, "2.5 GiB"),
+        (10**12, "931 GiB"),
+        (2**62, "4.194e+06 TiB"),
+    ],
+)
+def test_sizes_for_people(number: int, text: str) -> None:
+    assert size(number) == text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from lamina.tenancy.pins import PinService
 from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.secret import kv_namespace
 from lamina.tenancy.tenants import TenantService
-from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy
+from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy, TierQuota, TierSize
 
 BLOCK = 4
 MODEL = "ab" * 32
@@ -70,7 +72,7 @@ async def test_policies_are_of_whoever_is_special(tenants: TenantService, quotas
     await quotas.set("acme", reserved_blocks=5, pin_limit_blocks=1)
     spaces = {tenant.id: kv_namespace(SECRET, tenant.id) for tenant in (acme, beta)}
     assert set(await quotas.policies()) == {
-        QuotaPolicy(namespace=spaces[acme.id], reserved_blocks=5, pin_limit_blocks=1),
+        QuotaPolicy(namespace=spaces[acme.id], gpu=TierQuota(reserved=5, pin_limit=1)),
         QuotaPolicy(namespace=spaces[beta.id], weight=2.0),
     }
     found = await quotas.tenants_of(frozenset({*spaces.values(), "public"}))
@@ -114,6 +116,94 @@ async def test_more_than_there_is_is_refused_with_numbers(tenants: TenantService
     await quotas.set("a", reserved_blocks=7)
     with pytest.raises(QuotaNotCoverable):
         await quotas.set("a", reserved_blocks=8)
+
+
+async def test_each_tier_has_quotas_of_its_own(tenants: TenantService, quotas: QuotaService) -> None:
+    """Host memory and store in bytes; each is judged by what a server last saw of it."""
+    acme = await tenants.create(name="acme")
+    await tenants.create(name="globex")
+    wanted: dict[str, Any] = {
+        "host_reserved_bytes": 3 << 30,
+        "host_limit_bytes": 8 << 30,
+        "host_pin_limit_bytes": 1 << 30,
+        "store_reserved_bytes": 1 << 40,
+        "store_limit_bytes": 2 << 40,
+    }
+    record = await quotas.set("acme", **wanted)
+    assert {name: getattr(record, name) for name in wanted} == wanted
+    [policy] = await quotas.policies()
+    assert policy == QuotaPolicy(
+        namespace=kv_namespace(SECRET, acme.id),
+        host=TierQuota(reserved=3 << 30, limit=8 << 30, pin_limit=1 << 30),
+        store=TierQuota(reserved=1 << 40, limit=2 << 40),
+    )
+    sizes = {"capacity_blocks": 64, "coverable_blocks": 60, "block_bytes": 1 << 20, "block_tokens": 16}
+    await quotas.note_pool(**sizes, host=TierSize(6 << 30, 5 << 30), store=TierSize(None, None))
+    pool = await quotas.pool()
+    assert pool is not None
+    assert (pool.host, pool.store) == (TierSize(6 << 30, 5 << 30), TierSize(None, None))
+    with pytest.raises(QuotaNotCoverable) as refusal:
+        await quotas.set("globex", host_reserved_bytes=(2 << 30) + 1)
+    error = refusal.value
+    assert (error.tier, error.param) == ("host", "host_reserved_bytes")
+    assert (error.limit, error.need, error.have) == (5 << 30, (2 << 30) + 1, 2 << 30)
+    await quotas.set(
+        "globex", host_reserved_bytes=(2 << 30) - 1, store_reserved_bytes=9 << 40
+    )  # nobody knows the store
+    await quotas.note_pool(**sizes)
+    for tier, setting in (("host", "LAMINA_HOST_KV_BYTES"), ("store", "LAMINA_KV_STORE_URL")):
+        with pytest.raises(QuotaNotCoverable, match=setting) as refusal:
+            await quotas.set("globex", **{f"{tier}_reserved_bytes": 1})
+        assert (refusal.value.tier, refusal.value.limit) == (tier, 0)
+    await quotas.set("globex", host_limit_bytes=1 << 30, store_limit_bytes=1)  # a limit promises nothing
+
+
+async def test_host_memory_is_reserved_in_whole_blocks(tenants: TenantService, quotas: QuotaService) -> None:
+    """As the engine does it: what was taken here, it must be able to cover."""
+    for name in "abc":
+        await tenants.create(name=name)
+    await quotas.note_pool(
+        capacity_blocks=64, coverable_blocks=60, block_bytes=100, block_tokens=16, host=TierSize(800, 700)
+    )
+    await quotas.set("a", host_reserved_bytes=301)
+    await quotas.set("b", host_reserved_bytes=201)
+    with pytest.raises(QuotaNotCoverable) as refusal:
+        await quotas.set("c", host_reserved_bytes=1)
+    assert refusal.value.have == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "param"),
+    [
+        ({"host_reserved_bytes": -1}, "host_reserved_bytes"),
+        ({"host_reserved_bytes": 2**62}, "host_reserved_bytes"),
+        ({"host_reserved_bytes": 5, "host_limit_bytes": 4}, "host_limit_bytes"),
+        ({"host_pin_limit_bytes": 1}, "host_pin_limit_bytes"),
+        ({"store_reserved_bytes": 5, "store_limit_bytes": 4}, "store_limit_bytes"),
+        ({"store_limit_bytes": 0}, "store_limit_bytes"),
+    ],
+)
+async def test_numbers_that_are_no_quota_of_a_tier(
+    tenants: TenantService, quotas: QuotaService, wanted: dict[str, Any], param: str
+) -> None:
+    """The parameter is named, and nothing changes."""
+    await tenants.create(name="acme")
+    with pytest.raises(InvalidRequest) as refusal:
+        await quotas.set("acme", **wanted)
+    assert refusal.value.param == param
+    assert (await quotas.list())[0].updated_at is None
+
+
+async def test_pins_are_counted_by_the_tier_that_they_cost(
+    tenants: TenantService, quotas: QuotaService, pins: PinService, time: Time
+) -> None:
+    acme = await tenants.create(name="acme")
+    for name, floor, blocks in (("pin_1", "gpu", 2), ("pin_2", "host", 3), ("pin_3", "host", 4)):
+        order = PinOrder(namespace="n", token_ids=tuple(range(16 * blocks)), floor=floor)
+        state = replace(granted(time, name, blocks=blocks), floor=floor)
+        await pins.add(acme.id, model="m", model_digest="d", order=order, pin=state, block_tokens=16)
+    [record] = await quotas.list()
+    assert (record.pinned_blocks, record.host_pinned_blocks) == (2, 7)
 
 
 def granted(time: Time, name: str, *, blocks: int = 2, ttl_s: float = 60.0) -> PinState:

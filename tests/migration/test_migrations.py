@@ -56,6 +56,38 @@ async def test_upgrading_twice_keeps_the_data(database_url: str) -> None:
     await database.close()
 
 
+async def test_quotas_of_the_pool_survive_those_of_the_tiers(empty_database_url: str) -> None:
+    """Up to 0003 and down again: what a tenant had of the pool it still has, and the pool is as large as it was."""
+    await migrate.upgrade(empty_database_url, "0002")
+    database = Database.open(empty_database_url)
+    tenant = "INSERT INTO tenants VALUES ('ten_a', 'a', 1.0, 'active', '2030-01-01 00:00:00+00:00')"
+    quota = "INSERT INTO quotas VALUES ('ten_a', 20, NULL, 5, '2030-01-02 03:04:05+00:00')"
+    pool = "INSERT INTO kv_pools VALUES ('device', 64, 60, 4096, 16, '2030-01-02 03:04:05+00:00')"
+    async with database.transaction() as session:
+        for line in (tenant, quota, pool):
+            await session.execute(text(line))
+
+    async def rows(query: str) -> list[tuple[object, ...]]:
+        async with database.session() as session:
+            return [tuple(row) for row in await session.execute(text(query))]
+
+    old = "SELECT tenant_id, reserved_blocks, limit_blocks, pin_limit_blocks, updated_at FROM quotas"
+    before = await rows(old)
+    await migrate.upgrade(empty_database_url, "0003")
+    assert await rows(old) == before
+    new = "host_reserved_bytes, host_limit_bytes, host_pin_limit_bytes, store_reserved_bytes, store_limit_bytes"
+    assert await rows(f"SELECT {new} FROM quotas") == [(0, None, 0, 0, None)]
+    assert await rows("SELECT name, capacity, coverable, block_bytes FROM kv_pools") == [("device", 64, 60, 4096)]
+    async with database.transaction() as session:
+        await session.execute(
+            text("INSERT INTO kv_pools VALUES ('host', 1073741824, 4294967296, 4096, 16, '2030-01-02 03:04:05+00:00')")
+        )
+    await migrate.downgrade(empty_database_url, "0002")
+    assert await rows(old) == before
+    assert await rows("SELECT name, capacity_blocks, coverable_blocks FROM kv_pools") == [("device", 64, 60)]
+    await database.close()
+
+
 async def test_models_equal_head(database_url: str) -> None:
     """Autogenerate finds no difference between the migrated schema and the models."""
 

@@ -14,9 +14,10 @@ from lamina.engine.protocol import EngineClient
 from lamina.gateway.codec import TextCodec
 from lamina.gateway.metrics import GatewayMetrics
 from lamina.gateway.pending import PendingUploads
+from lamina.tenancy.operator import OperatorDoor
 from lamina.tenancy.principal import Principal
 from lamina.tenancy.records import AdapterRecord, DeletedAdapters, Page, PinEntry
-from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy
+from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy, TierSize
 
 __all__ = ["Adapters", "Deps", "GatewayDeps", "Keys", "Pins", "Quotas"]
 
@@ -63,9 +64,16 @@ class Quotas(Protocol):
         ...
 
     async def note_pool(
-        self, *, capacity_blocks: int, coverable_blocks: int, block_bytes: int, block_tokens: int
+        self,
+        *,
+        capacity_blocks: int,
+        coverable_blocks: int,
+        block_bytes: int,
+        block_tokens: int,
+        host: TierSize | None = None,
+        store: TierSize | None = None,
     ) -> None:
-        """How large the engine's pool is."""
+        """How large the engine's pool is, and the tiers below."""
         ...
 
     async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
@@ -113,6 +121,7 @@ class GatewayDeps:
     adapters: Adapters
     quotas: Quotas
     pins: Pins
+    operator: OperatorDoor
     config: GatewayConfig
     base_model: str  # its public name
     uploads: Path  # staging for adapter uploads; created if missing, on the adapter store's file system

@@ -22,9 +22,9 @@ from lamina.gateway.generation import Target
 from lamina.gateway.sampling import context_limit
 from lamina.tenancy.principal import Principal
 from lamina.tenancy.records import PinEntry
-from lamina.types import FinishReason, GenerationRequest, PinAnswer, PinOrder, PinState, SamplingParams
+from lamina.types import EngineInfo, FinishReason, GenerationRequest, PinAnswer, PinOrder, PinState, SamplingParams
 
-__all__ = ["check_ttl", "grant", "held", "release", "renew"]
+__all__ = ["check_ttl", "floor", "grant", "held", "release", "renew"]
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +57,7 @@ async def grant(
     )
     answer = await deps.engine.pin(order)
     if answer.pin is None:
-        raise _denied(answer, info.block_size)
+        raise _denied(answer, floor, info)
     try:
         entry = await deps.pins.add(
             caller.tenant_id,
@@ -96,6 +96,11 @@ async def release(deps: GatewayDeps, caller: Principal, pin_id: str) -> None:
     """Ends a pin, also while there is no engine. Raises NotFound."""
     await deps.pins.remove(caller.tenant_id, pin_id)
     await _let_go(deps, caller.namespace, pin_id)
+
+
+def floor(wanted: str | None, deps: GatewayDeps) -> str:
+    """Where blocks are kept if the client does not say: host memory if that is a tier here, else the device."""
+    return wanted or ("host" if deps.engine.info.host_blocks else "gpu")
 
 
 def check_ttl(ttl_s: float | None, deps: GatewayDeps) -> float:
@@ -137,20 +142,24 @@ async def _compute(deps: GatewayDeps, caller: Principal, order: PinOrder, tokens
         log.warning("a pinned prefix was not computed", reason=str(error))
 
 
-def _denied(answer: PinAnswer, block_size: int) -> LaminaError:
+def _denied(answer: PinAnswer, floor: str, info: EngineInfo) -> LaminaError:
     match answer.reason:
         case "no_full_block":
             return InvalidRequest(
-                f"The prefix is shorter than one block of {block_size} tokens; there is nothing to keep.",
+                f"The prefix is shorter than one block of {info.block_size} tokens; there is nothing to keep.",
                 param="prompt",
             )
         case "no_such_tier":
-            return InvalidRequest("This server has no such tier; use floor 'gpu'.", param="floor")
+            return InvalidRequest(
+                "This server keeps no blocks in host memory (LAMINA_HOST_KV_BYTES is 0); use floor 'gpu'.",
+                param="floor",
+            )
         case "policy_not_loaded":
             return EngineUnavailable("Quotas are being loaded; retry shortly.", retry_after_s=answer.retry_after_s)
     return PinDenied(
-        f"Nothing can be pinned: {answer.need} more blocks are needed, and your pin limit of {answer.limit} leaves "
-        f"{answer.have}. End another pin, or ask the operator for a higher limit.",
+        f"Nothing can be pinned with floor '{floor}': {_amount(answer.need, info)} more are needed, and your pin limit "
+        f"there, {_amount(answer.limit, info)}, leaves {_amount(answer.have, info)}. "
+        "End another pin, or ask the operator for a higher limit.",
         reason=answer.reason or "pin_limit",
         limit=answer.limit,
         need=answer.need,
@@ -158,3 +167,7 @@ def _denied(answer: PinAnswer, block_size: int) -> LaminaError:
         decision=answer.decision,
         retry_after_s=answer.retry_after_s,
     )
+
+
+def _amount(blocks: int, info: EngineInfo) -> str:
+    return f"{blocks} blocks ({blocks * info.block_bytes} bytes)"

@@ -40,6 +40,7 @@ class PolicyKeeper:
         self._uncovered: set[str] = set()  # pins that this engine did not take under these policies
         self._noted: dict[str, int] = {}  # hits by pin, as the database has them
         self._swept_at = 0.0
+        self._sizes: tuple[object, ...] = ()  # of the tiers, as the database has them
 
     async def run(self) -> None:
         """Until cancelled. A failed round is logged, and the next one tries again."""
@@ -60,6 +61,7 @@ class PolicyKeeper:
         await self._set_quotas(engine.generation)
         started = time.time()
         report = await engine.commons()
+        await self._describe_pool(report)
         if not report.loaded:
             return
         await self._note(report.pins)
@@ -80,6 +82,7 @@ class PolicyKeeper:
             return
         engine = self._deps.engine
         if generation != self._generation:
+            self._sizes = ()
             await self._describe_pool(await engine.commons())
         try:
             await engine.set_quotas(policies)
@@ -89,13 +92,19 @@ class PolicyKeeper:
         self._uncovered.clear()
 
     async def _describe_pool(self, report: CommonsReport) -> None:
+        """An engine's own memory is what it is, but how large a store is may be known only later."""
         info = self._deps.engine.info
-        await self._deps.quotas.note_pool(
-            capacity_blocks=report.capacity,
-            coverable_blocks=report.coverable,
-            block_bytes=info.block_bytes,
-            block_tokens=info.block_size,
-        )
+        sizes = (report.capacity, report.coverable, info.block_bytes, info.block_size, report.host, report.store)
+        if sizes != self._sizes:
+            await self._deps.quotas.note_pool(
+                capacity_blocks=report.capacity,
+                coverable_blocks=report.coverable,
+                block_bytes=info.block_bytes,
+                block_tokens=info.block_size,
+                host=report.host,
+                store=report.store,
+            )
+            self._sizes = sizes
 
     async def _note(self, pins: tuple[PinState, ...]) -> None:
         used = [pin for pin in pins if pin.hits > self._noted.get(pin.pin_id, 0)]

@@ -14,7 +14,7 @@ from lamina.errors import InvalidAdapter, InvalidRequest, ModelNotFound, NotFoun
 from lamina.tenancy.names import check_adapter_name, parse_reference
 from lamina.tenancy.principal import ALL_SCOPES, Principal
 from lamina.tenancy.records import AdapterRecord, AdapterStatus, DeletedAdapters, Page, PinEntry
-from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy
+from lamina.types import PinOrder, PinRecord, PinState, QuotaPolicy, TierQuota, TierSize
 
 __all__ = ["ByteCodec", "InMemoryAdapters", "InMemoryKeys", "InMemoryPins", "InMemoryQuotas"]
 
@@ -166,18 +166,31 @@ class InMemoryQuotas:
     """Policies by tenant name, for the namespaces of `InMemoryKeys`. Look at `pool`."""
 
     def __init__(self) -> None:
-        self.pool: dict[str, int] = {}
+        self.pool: dict[str, int | TierSize | None] = {}
         self._policies: dict[str, QuotaPolicy] = {}
 
-    def set(self, tenant: str, *, reserved: int = 0, limit: int | None = None, pins: int = 0) -> None:
+    def set(
+        self,
+        tenant: str,
+        *,
+        reserved: int = 0,
+        limit: int | None = None,
+        pins: int = 0,
+        host: TierQuota | None = None,
+        store: TierQuota | None = None,
+    ) -> None:
+        """The first three in blocks of the device pool, the others in bytes."""
         self._policies[tenant] = QuotaPolicy(
-            namespace=_namespace(tenant), reserved_blocks=reserved, limit_blocks=limit, pin_limit_blocks=pins
+            namespace=_namespace(tenant),
+            gpu=TierQuota(reserved=reserved, limit=limit, pin_limit=pins),
+            host=host or TierQuota(),
+            store=store or TierQuota(),
         )
 
     async def policies(self) -> tuple[QuotaPolicy, ...]:
         return tuple(self._policies.values())
 
-    async def note_pool(self, **sizes: int) -> None:
+    async def note_pool(self, **sizes: int | TierSize | None) -> None:
         self.pool = sizes
 
     async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:

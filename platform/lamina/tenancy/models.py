@@ -112,18 +112,34 @@ class AdapterRow(Base):
 
 
 class QuotaRow(Base):
-    """What a tenant is promised of the block pool; without a row nothing. In blocks."""
+    """What a tenant is promised: blocks of the device pool, bytes of the tiers below. Without a row nothing."""
 
     __tablename__ = "quotas"
     __table_args__ = (
         CheckConstraint("0 <= pin_limit_blocks AND pin_limit_blocks <= reserved_blocks", name="pins_out_of_reserved"),
         CheckConstraint("limit_blocks IS NULL OR limit_blocks >= reserved_blocks", name="limit_covers_reserved"),
+        CheckConstraint(
+            "0 <= host_pin_limit_bytes AND host_pin_limit_bytes <= host_reserved_bytes",
+            name="host_pins_out_of_reserved",
+        ),
+        CheckConstraint(
+            "host_limit_bytes IS NULL OR host_limit_bytes >= host_reserved_bytes", name="host_limit_covers_reserved"
+        ),
+        CheckConstraint("0 <= store_reserved_bytes", name="store_reserved_not_negative"),
+        CheckConstraint(
+            "store_limit_bytes IS NULL OR store_limit_bytes >= store_reserved_bytes", name="store_limit_covers_reserved"
+        ),
     )
 
     tenant_id: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     reserved_blocks: Mapped[int]
     limit_blocks: Mapped[int | None]  # none: the whole pool
     pin_limit_blocks: Mapped[int]
+    host_reserved_bytes: Mapped[int] = mapped_column(BigInteger)
+    host_limit_bytes: Mapped[int | None] = mapped_column(BigInteger)  # none: all of it
+    host_pin_limit_bytes: Mapped[int] = mapped_column(BigInteger)
+    store_reserved_bytes: Mapped[int] = mapped_column(BigInteger)
+    store_limit_bytes: Mapped[int | None] = mapped_column(BigInteger)  # none: all of it
     updated_at: Mapped[datetime] = mapped_column(UtcDateTime)
 
 
@@ -155,13 +171,16 @@ class PinRow(Base):
 
 
 class PoolRow(Base):
-    """How large a tier of the engine is, as a server last saw it: what quotas are judged by without an engine."""
+    """How large a tier of the engine is, as a server last saw it: what quotas are judged by without an engine.
+
+    The device pool is counted in blocks, the tiers below in bytes. A tier that the server has not got has no row.
+    """
 
     __tablename__ = "kv_pools"
 
-    name: Mapped[str] = mapped_column(String(32), primary_key=True)  # "device"
-    capacity_blocks: Mapped[int]
-    coverable_blocks: Mapped[int]
+    name: Mapped[str] = mapped_column(String(32), primary_key=True)  # device, host, store
+    capacity: Mapped[int | None] = mapped_column(BigInteger)  # none: the store does not say
+    coverable: Mapped[int | None] = mapped_column(BigInteger)
     block_bytes: Mapped[int] = mapped_column(BigInteger)
     block_tokens: Mapped[int]
     seen_at: Mapped[datetime] = mapped_column(UtcDateTime)

@@ -1,29 +1,30 @@
-"""What each tenant is promised of the block pool. The engine enforces it; here it is kept and judged."""
+"""What each tenant is promised of the block pool and the tiers below. The engine enforces it; here it is kept."""
 
 from __future__ import annotations
 
-from sqlalchemy import Row, Select, func, or_, select
+from sqlalchemy import ColumnElement, Row, ScalarSelect, Select, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from lamina.errors import InvalidRequest, QuotaNotCoverable
+from lamina.errors import InvalidRequest
 from lamina.tenancy.clock import Clock, utcnow
 from lamina.tenancy.database import Database
-from lamina.tenancy.models import PinRow, PoolRow, QuotaRow, TenantRow
+from lamina.tenancy.models import PinRow, QuotaRow, TenantRow
+from lamina.tenancy.pools import note_pools, read_pools, require_coverable
 from lamina.tenancy.records import PoolRecord, QuotaRecord
 from lamina.tenancy.secret import kv_namespace
 from lamina.tenancy.tenants import find_tenant
-from lamina.types import QuotaPolicy
+from lamina.types import QuotaPolicy, TierQuota, TierSize
 
 __all__ = ["QuotaService"]
 
 MAX_BLOCKS = 2**31 - 1
-_POOL = "device"
+MAX_BYTES = 2**62 - 1
 
 
 class QuotaService:
     """Quotas by tenant, over all processes that share the database; servers follow within seconds.
 
-    All reservations together never exceed what the pool can cover, as far as a server has said how large that is.
+    All reservations together never exceed what a tier can cover, as far as a server has said how large that is.
     """
 
     def __init__(self, *, database: Database, secret: bytes, clock: Clock = utcnow) -> None:
@@ -33,20 +34,33 @@ class QuotaService:
         self._tenants: dict[str, str] = {}  # by namespace
 
     async def set(
-        self, tenant: str, *, reserved_blocks: int = 0, limit_blocks: int | None = None, pin_limit_blocks: int = 0
+        self,
+        tenant: str,
+        *,
+        reserved_blocks: int = 0,
+        limit_blocks: int | None = None,
+        pin_limit_blocks: int = 0,
+        host_reserved_bytes: int = 0,
+        host_limit_bytes: int | None = None,
+        host_pin_limit_bytes: int = 0,
+        store_reserved_bytes: int = 0,
+        store_limit_bytes: int | None = None,
     ) -> QuotaRecord:
-        """Replaces a tenant's quota. Raises NotFound, InvalidRequest, QuotaNotCoverable; then nothing changed."""
-        _check(reserved_blocks, limit_blocks, pin_limit_blocks)
+        """Replaces a tenant's quota in all tiers. Raises NotFound, InvalidRequest, QuotaNotCoverable; then nothing
+        changed."""
+        gpu = TierQuota(reserved=reserved_blocks, limit=limit_blocks, pin_limit=pin_limit_blocks)
+        host = TierQuota(reserved=host_reserved_bytes, limit=host_limit_bytes, pin_limit=host_pin_limit_bytes)
+        store = TierQuota(reserved=store_reserved_bytes, limit=store_limit_bytes)
+        _check(gpu, "{}_blocks", MAX_BLOCKS)
+        _check(host, "host_{}_bytes", MAX_BYTES)
+        _check(store, "store_{}_bytes", MAX_BYTES)
         async with self._database.transaction() as session:
             await self._database.lock(session, "quotas")
             owner = await find_tenant(session, tenant)
-            await _require_coverable(session, owner.id, reserved_blocks)
+            wanted = QuotaPolicy(namespace="", gpu=gpu, host=host, store=store)
+            await require_coverable(session, owner.id, wanted)
             row = await session.get(QuotaRow, owner.id) or QuotaRow(tenant_id=owner.id)
-            row.reserved_blocks, row.limit_blocks, row.pin_limit_blocks = (
-                reserved_blocks,
-                limit_blocks,
-                pin_limit_blocks,
-            )
+            _write(row, wanted)
             row.updated_at = self._clock()
             session.add(row)
             await session.flush()
@@ -82,10 +96,14 @@ class QuotaService:
             return QuotaPolicy(namespace=namespace, weight=weight)
         return QuotaPolicy(
             namespace=namespace,
-            reserved_blocks=quota.reserved_blocks,
-            limit_blocks=quota.limit_blocks,
-            pin_limit_blocks=quota.pin_limit_blocks,
             weight=weight,
+            gpu=TierQuota(reserved=quota.reserved_blocks, limit=quota.limit_blocks, pin_limit=quota.pin_limit_blocks),
+            host=TierQuota(
+                reserved=quota.host_reserved_bytes,
+                limit=quota.host_limit_bytes,
+                pin_limit=quota.host_pin_limit_bytes,
+            ),
+            store=TierQuota(reserved=quota.store_reserved_bytes, limit=quota.store_limit_bytes),
         )
 
     async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
@@ -99,82 +117,94 @@ class QuotaService:
     # --- the pool -----------------------------------------------------------------------------------------
 
     async def note_pool(
-        self, *, capacity_blocks: int, coverable_blocks: int, block_bytes: int, block_tokens: int
+        self,
+        *,
+        capacity_blocks: int,
+        coverable_blocks: int,
+        block_bytes: int,
+        block_tokens: int,
+        host: TierSize | None = None,
+        store: TierSize | None = None,
     ) -> None:
-        """A server says how large its engine's pool is."""
+        """A server says how large its engine's pool is, and the tiers below if it has any."""
+        record = PoolRecord(
+            capacity_blocks=capacity_blocks,
+            coverable_blocks=coverable_blocks,
+            block_bytes=block_bytes,
+            block_tokens=block_tokens,
+            seen_at=self._clock(),
+            host=host,
+            store=store,
+        )
         async with self._database.transaction() as session:
             await self._database.lock(session, "quotas")
-            row = await session.get(PoolRow, _POOL) or PoolRow(name=_POOL)
-            row.capacity_blocks, row.coverable_blocks = capacity_blocks, coverable_blocks
-            row.block_bytes, row.block_tokens = block_bytes, block_tokens
-            row.seen_at = self._clock()
-            session.add(row)
+            await note_pools(session, record)
 
     async def pool(self) -> PoolRecord | None:
         """None: no server has run yet."""
         async with self._database.session() as session:
-            row = await session.get(PoolRow, _POOL)
-        if row is None:
-            return None
-        return PoolRecord(
-            capacity_blocks=row.capacity_blocks,
-            coverable_blocks=row.coverable_blocks,
-            block_bytes=row.block_bytes,
-            block_tokens=row.block_tokens,
-            seen_at=row.seen_at,
-        )
+            return await read_pools(session)
 
     # --- how ----------------------------------------------------------------------------------------------
 
-    def _query(self) -> Select[str, str, float, QuotaRow | None, int]:
+    def _query(self) -> Select[str, str, float, QuotaRow | None, int, int]:
         alive = (PinRow.tenant_id == TenantRow.id) & (PinRow.expires_at > self._clock())
-        pinned = select(func.coalesce(func.sum(PinRow.blocks), 0)).where(alive).correlate(TenantRow).scalar_subquery()
-        return select(TenantRow.id, TenantRow.name, TenantRow.weight, QuotaRow, pinned).outerjoin(QuotaRow)
+        gpu, host = (_pinned_blocks(alive & (PinRow.floor == floor)) for floor in ("gpu", "host"))
+        return select(TenantRow.id, TenantRow.name, TenantRow.weight, QuotaRow, gpu, host).outerjoin(QuotaRow)
 
     async def _one(self, session: AsyncSession, tenant_id: str) -> QuotaRecord:
         return _record((await session.execute(self._query().where(TenantRow.id == tenant_id))).one())
 
 
-async def _require_coverable(session: AsyncSession, tenant_id: str, reserved_blocks: int) -> None:
-    pool = await session.get(PoolRow, _POOL)
-    if pool is None:
-        return  # the first server will say it
-    total = func.coalesce(func.sum(QuotaRow.reserved_blocks), 0)
-    others = await session.scalar(select(total).where(QuotaRow.tenant_id != tenant_id)) or 0
-    left = max(pool.coverable_blocks - others, 0)
-    if reserved_blocks > left:
-        raise QuotaNotCoverable(
-            f"{reserved_blocks} blocks cannot be reserved: of the {pool.coverable_blocks} that can be promised to all "
-            f"tenants together, the others leave {left}. Lower a reservation first.",
-            limit=pool.coverable_blocks,
-            need=reserved_blocks,
-            have=left,
-        )
+def _pinned_blocks(which: ColumnElement[bool]) -> ScalarSelect[int]:
+    return select(func.coalesce(func.sum(PinRow.blocks), 0)).where(which).correlate(TenantRow).scalar_subquery()
 
 
-def _check(reserved: int, limit: int | None, pin_limit: int) -> None:
-    if not 0 <= reserved <= MAX_BLOCKS:
-        raise InvalidRequest(f"reserved_blocks must be 0 ... {MAX_BLOCKS}, not {reserved}.", param="reserved_blocks")
-    if limit is not None and not max(reserved, 1) <= limit <= MAX_BLOCKS:
+def _check(quota: TierQuota, name: str, most: int) -> None:
+    """`name`: how the fields are called to whoever sets them."""
+    reserved, limit, pin_limit = (name.format(field) for field in ("reserved", "limit", "pin_limit"))
+    if not 0 <= quota.reserved <= most:
+        raise InvalidRequest(f"{reserved} must be 0 ... {most}, not {quota.reserved}.", param=reserved)
+    if quota.limit is not None and not max(quota.reserved, 1) <= quota.limit <= most:
         raise InvalidRequest(
-            f"limit_blocks must be at least 1 and what is reserved ({reserved}), not {limit}.", param="limit_blocks"
+            f"{limit} must be at least 1 and what is reserved ({quota.reserved}), not {quota.limit}.", param=limit
         )
-    if not 0 <= pin_limit <= reserved:
+    if not 0 <= quota.pin_limit <= quota.reserved:
         raise InvalidRequest(
-            f"pin_limit_blocks comes out of what is reserved: 0 ... {reserved}, not {pin_limit}.",
-            param="pin_limit_blocks",
+            f"{pin_limit} comes out of what is reserved: 0 ... {quota.reserved}, not {quota.pin_limit}.",
+            param=pin_limit,
         )
 
 
-def _record(row: Row[str, str, float, QuotaRow | None, int]) -> QuotaRecord:
-    tenant_id, name, weight, quota, pinned = row
+def _write(row: QuotaRow, wanted: QuotaPolicy) -> None:
+    row.reserved_blocks, row.limit_blocks, row.pin_limit_blocks = (
+        wanted.gpu.reserved,
+        wanted.gpu.limit,
+        wanted.gpu.pin_limit,
+    )
+    row.host_reserved_bytes, row.host_limit_bytes, row.host_pin_limit_bytes = (
+        wanted.host.reserved,
+        wanted.host.limit,
+        wanted.host.pin_limit,
+    )
+    row.store_reserved_bytes, row.store_limit_bytes = wanted.store.reserved, wanted.store.limit
+
+
+def _record(row: Row[str, str, float, QuotaRow | None, int, int]) -> QuotaRecord:
+    tenant_id, name, weight, quota, pinned, host_pinned = row
     return QuotaRecord(
         tenant_id=tenant_id,
         tenant_name=name,
         reserved_blocks=0 if quota is None else quota.reserved_blocks,
         limit_blocks=None if quota is None else quota.limit_blocks,
         pin_limit_blocks=0 if quota is None else quota.pin_limit_blocks,
+        host_reserved_bytes=0 if quota is None else quota.host_reserved_bytes,
+        host_limit_bytes=None if quota is None else quota.host_limit_bytes,
+        host_pin_limit_bytes=0 if quota is None else quota.host_pin_limit_bytes,
+        store_reserved_bytes=0 if quota is None else quota.store_reserved_bytes,
+        store_limit_bytes=None if quota is None else quota.store_limit_bytes,
         weight=weight,
         pinned_blocks=int(pinned),
+        host_pinned_blocks=int(host_pinned),
         updated_at=None if quota is None else quota.updated_at,
     )

@@ -7,6 +7,8 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from lamina.types import TierSize
+
 __all__ = [
     "AdapterRecord",
     "AdapterStatus",
@@ -129,27 +131,35 @@ class Reconciliation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaRecord:
-    """What a tenant is promised of the block pool, in blocks: 0 <= pin_limit <= reserved <= limit."""
+    """What a tenant is promised of each tier: 0 <= pin_limit <= reserved <= limit. In blocks: the device pool."""
 
     tenant_id: str
     tenant_name: str
     reserved_blocks: int
     limit_blocks: int | None  # None: the whole pool
     pin_limit_blocks: int
+    host_reserved_bytes: int
+    host_limit_bytes: int | None
+    host_pin_limit_bytes: int
+    store_reserved_bytes: int
+    store_limit_bytes: int | None
     weight: float  # the tenant's
-    pinned_blocks: int  # of pins that have not expired
+    pinned_blocks: int  # on the device, by pins that have not expired
+    host_pinned_blocks: int  # in host memory, likewise
     updated_at: datetime | None  # None: never set, so these are the defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRecord:
-    """The block pool as a server last saw it."""
+    """The block pool and the tiers below as a server last saw them."""
 
     capacity_blocks: int
     coverable_blocks: int  # can be promised to all tenants together
     block_bytes: int
     block_tokens: int
     seen_at: datetime
+    host: TierSize | None = None  # None: host memory is no tier there
+    store: TierSize | None = None  # None: there is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

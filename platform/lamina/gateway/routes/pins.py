@@ -27,7 +27,7 @@ async def create_pin(body: PinRequest, deps: Deps, caller: Caller) -> PinBody:
     target = await resolve_model(deps, caller, body.model)
     token_ids = await _token_ids(body, deps)
     entry, pin = await leases.grant(
-        deps, caller, target, token_ids, floor=body.floor, ttl_s=ttl_s, compute=body.compute
+        deps, caller, target, token_ids, floor=leases.floor(body.floor, deps), ttl_s=ttl_s, compute=body.compute
     )
     return shown(entry, pin, deps.engine.info)
 

@@ -21,7 +21,14 @@ class PinRequest(RefusingBody):
     model: Annotated[str, Field(min_length=1, max_length=256, description="Base model or adapter.")]
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)] | None = None
     prompt: Text | _TokenIds | None = None
-    floor: Annotated[Literal["gpu", "host"], Field(description="The lowest tier that it may sink to.")] = "gpu"
+    floor: Annotated[
+        Literal["gpu", "host"] | None,
+        Field(
+            description="The lowest tier that it may sink to, and the one whose pin limit it is out of: `gpu`, never "
+            "leaves the device; `host`, may leave it for host memory. Default: `host` if this server keeps blocks in "
+            "host memory, else `gpu`."
+        ),
+    ] = None
     ttl: Ttl | None = None
     compute: Annotated[bool, Field(description="Compute what is missing before the answer.")] = True
 
@@ -42,7 +49,10 @@ class PinBody(BaseModel):
     blocks: int
     tokens: int
     bytes: int
-    resident_blocks: Annotated[int, Field(description="Computed and in memory; the others are kept once computed.")]
+    resident_blocks: Annotated[
+        int,
+        Field(description="Computed and kept, on the device or, with floor `host`, there or in host memory."),
+    ]
     clipped_blocks: Annotated[int, Field(description="Asked for, but beyond the pin limit.")]
     ttl: float
     hits: int
