@@ -11,13 +11,14 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.operations import Ended
+from lamina_kvtier.quota import Quota
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier, Tally, TierUsage
 
 __all__ = ["Fault", "FaultTier", "Faults"]
@@ -130,6 +131,14 @@ class FaultTier:
     def delete(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""
         return self._count(len(ids), lambda: self._inner.delete(ids))
+
+    def set_quotas(self, quotas: Mapping[str, Quota], *, capacity: int | None = None) -> None:
+        """See StoreTier. Faults strike blocks, not policy."""
+        self._inner.set_quotas(quotas, capacity=capacity)
+
+    def forget(self, namespace: str) -> Operation[Tally]:
+        """See StoreTier."""
+        return self._count(0, lambda: self._inner.forget(namespace))
 
     def usage(self) -> TierUsage:
         """The wrapped tier's: what it believes to have done."""

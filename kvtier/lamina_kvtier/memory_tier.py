@@ -7,15 +7,16 @@ tier = MemoryTier(store, codec, run=Steps())                   a client of it; `
 from __future__ import annotations
 
 import threading
-import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from lamina_kvtier.block_codec import BlockCodec
 from lamina_kvtier.identity import BlockId
+from lamina_kvtier.memory_store import MemoryStore
 from lamina_kvtier.operations import Ended, Promise
+from lamina_kvtier.quota import Quota
+from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally, TierUsage
 
 __all__ = ["MemoryStore", "MemoryTier", "Steps", "at_once"]
@@ -43,88 +44,6 @@ class Steps:
             self.waiting.popleft()()
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    value: bytes
-    namespace: str
-    expires_at: float
-
-
-class MemoryStore:
-    """Values by identity, within a limit: the least recently used goes when one is stored. Any thread may use it."""
-
-    def __init__(
-        self,
-        limit: int | None = None,
-        *,
-        ttl_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """limit: bytes, headers included; None: any number. ttl_s: a value is gone so long after it was stored."""
-        self.limit = limit
-        self.bytes = 0
-        self._ttl_s = float("inf") if ttl_s is None else ttl_s
-        self._clock = clock
-        self._values: OrderedDict[BlockId, _Stored] = OrderedDict()  # least recently used first
-        self._lock = threading.RLock()
-
-    def put(self, key: BlockKey, value: bytes) -> bool:
-        """False if it does not fit, even alone."""
-        with self._lock:
-            if self.limit is not None and len(value) > self.limit:
-                return False
-            self.delete(key.id)
-            while self.limit is not None and self.bytes + len(value) > self.limit:
-                self.delete(next(iter(self._values)))
-            self._values[key.id] = _Stored(value, key.namespace, self._clock() + self._ttl_s)
-            self.bytes += len(value)
-            return True
-
-    def has(self, identity: BlockId) -> bool:
-        with self._lock:
-            stored = self._values.get(identity)
-            if stored is not None and stored.expires_at <= self._clock():
-                self.delete(identity)
-                return False
-            return stored is not None
-
-    def get(self, identity: BlockId) -> bytes | None:
-        """Reading is using: it moves to the end of the order of eviction."""
-        with self._lock:
-            if not self.has(identity):
-                return None
-            self._values.move_to_end(identity)
-            return self._values[identity].value
-
-    def delete(self, identity: BlockId) -> bool:
-        """False if it was not there."""
-        with self._lock:
-            stored = self._values.pop(identity, None)
-            self.bytes -= 0 if stored is None else len(stored.value)
-            return stored is not None
-
-    def tamper(self, identity: BlockId, change: Callable[[bytes], bytes]) -> None:
-        """What a test wants to be there instead. Raises KeyError."""
-        with self._lock:
-            stored = self._values[identity]
-            value = change(stored.value)
-            self._values[identity] = _Stored(value, stored.namespace, stored.expires_at)
-            self.bytes += len(value) - len(stored.value)
-
-    def by_namespace(self) -> Counter[str]:
-        """Bytes that are there; forgets what has expired. O(values)."""
-        with self._lock:
-            for identity in list(self._values):
-                self.has(identity)
-            found: Counter[str] = Counter()
-            for stored in self._values.values():
-                found[stored.namespace] += len(stored.value)
-            return found
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-
 class MemoryTier:
     """A StoreTier on a MemoryStore. Values are encoded and verified as in a real store."""
 
@@ -140,6 +59,8 @@ class MemoryTier:
         self._codec, self._name, self._run = codec, name, run
         self._puts: Counter[Outcome] = Counter()
         self._loads: Counter[Outcome] = Counter()
+        self._refusals: Counter[tuple[str, Reason]] = Counter()
+        self._evictions: Counter[tuple[str, Reason]] = Counter()
         self._lock = threading.RLock()  # held while an operation runs, so that `close` ends all or waits for one
         self._waiting: dict[Promise[Any], Any] = {}  # and what they end with if they are never run
         self._closed = False
@@ -152,7 +73,7 @@ class MemoryTier:
         """See StoreTier."""
         self._check(len(keys), values)
         pairs = list(zip(keys, values, strict=True))
-        return self._per_block(len(pairs), lambda at: self._put(*pairs[at]), self._puts)
+        return self._per_block(len(pairs), lambda: self._put(pairs), self._puts)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
@@ -160,7 +81,7 @@ class MemoryTier:
         if any(view.readonly for view in into):
             raise ValueError("blocks are loaded into memory that can be written")
         pairs = list(zip(ids, into, strict=True))
-        return self._per_block(len(pairs), lambda at: self._load(*pairs[at]), self._loads)
+        return self._per_block(len(pairs), lambda: self._load(pairs), self._loads)
 
     def lookup(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""
@@ -185,6 +106,22 @@ class MemoryTier:
 
         return self._submit(remove, Tally(0, Outcome.CANCELLED), Tally(0, Outcome.UNAVAILABLE))
 
+    def set_quotas(self, quotas: Mapping[str, Quota], *, capacity: int | None = None) -> None:
+        """See StoreTier."""
+        self.store.set_quotas(quotas, capacity)
+
+    def forget(self, namespace: str) -> Operation[Tally]:
+        """See StoreTier."""
+
+        def forget(promise: Promise[Tally]) -> Tally:
+            if promise.cancelled:
+                return Tally(0, Outcome.CANCELLED)
+            if not self.store.has_quotas:
+                return Tally(0, Outcome.REFUSED)
+            return Tally(self.store.forget(namespace), Outcome.OK)
+
+        return self._submit(forget, Tally(0, Outcome.CANCELLED), Tally(0, Outcome.UNAVAILABLE))
+
     def usage(self) -> TierUsage:
         """See StoreTier. The whole store's, also what others put there. O(blocks)."""
         by_namespace = self.store.by_namespace()
@@ -195,6 +132,8 @@ class MemoryTier:
             by_namespace=by_namespace,
             puts=dict(self._puts),
             loads=dict(self._loads),
+            refusals=dict(self._refusals),
+            evictions=dict(self._evictions),
         )
 
     def close(self) -> None:
@@ -205,19 +144,32 @@ class MemoryTier:
                 promise.fulfil(result)
             self._waiting.clear()
 
-    def _put(self, key: BlockKey, value: memoryview) -> Outcome:
-        header, payload = self._codec.encode(key, value)
-        return Outcome.OK if self.store.put(key, header + bytes(payload)) else Outcome.REFUSED
+    def _put(self, pairs: Sequence[tuple[BlockKey, memoryview]]) -> list[Outcome]:
+        blocks = [(key, b"".join(self._codec.encode(key, value))) for key, value in pairs]
+        stored = self.store.put(blocks)
+        self._evictions.update(stored.victims)
+        if self.store.has_quotas:
+            fared = zip(pairs, stored.refused, strict=True)
+            self._refusals.update((key.namespace, reason) for (key, _), reason in fared if reason is not None)
+        return [Outcome.OK if reason is None else Outcome.REFUSED for reason in stored.refused]
 
-    def _load(self, identity: BlockId, into: memoryview) -> Outcome:
-        value = self.store.get(identity)
-        return Outcome.MISSING if value is None else self._codec.decode(value, identity, into)
+    def _load(self, pairs: Sequence[tuple[BlockId, memoryview]]) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for identity, into in pairs:
+            value = self.store.get(identity)
+            outcomes.append(Outcome.MISSING if value is None else self._codec.decode(value, identity, into))
+        fared = list(zip(pairs, outcomes, strict=True))
+        self.store.used([identity for (identity, _), outcome in fared if outcome is Outcome.OK])
+        if self.store.has_quotas:  # nobody pays for what nobody can use
+            for identity in [identity for (identity, _), outcome in fared if outcome is Outcome.CORRUPT]:
+                self.store.delete(identity)
+        return outcomes
 
     def _per_block(
-        self, count: int, carry_out: Callable[[int], Outcome], counter: Counter[Outcome]
+        self, count: int, carry_out: Callable[[], list[Outcome]], counter: Counter[Outcome]
     ) -> Operation[tuple[Outcome, ...]]:
         def all_blocks(promise: Promise[tuple[Outcome, ...]]) -> tuple[Outcome, ...]:
-            outcomes = tuple(Outcome.CANCELLED if promise.cancelled else carry_out(at) for at in range(count))
+            outcomes = (Outcome.CANCELLED,) * count if promise.cancelled else tuple(carry_out())
             counter.update(outcomes)
             return outcomes
 

@@ -1,59 +1,39 @@
 """KV blocks in a Redis or Valkey server: one value per block, header and payload.
 
-    lamina:{a1b2c3d4e5f60718}:kv1:<identity, 64 hex digits>        header (192 bytes) | payload
+Any replica with the same layout finds them, after a restart too. Without quotas nothing is written down about which
+blocks there are, and the server may evict what it likes: that is a MISSING block. Under quotas a ledger beside the
+blocks says who pays for what and whose go first, and the server never has to evict.
 
-The part in braces is a hash of the block layout and of the deployment's name. It is the tag by which a Redis cluster
-places keys, so all blocks of one tier live in one slot: EXISTS and UNLINK may name many of them in one command, and one
-server answers for a whole prefix. The price is that one tier never spreads over the servers of a cluster. It keeps
-nobody apart: identities do that, they cover the base model, adapter, tenant and tokens.
+    RedisTier ──▶ load, look-up: here                        redis_blocks.py    keys and requests
+        ├───────▶ put, delete, forget: a Keeping             redis_keeping.py   one of two
+        ├───────▶ quotas: RedisPolicy                        redis_policy.py    which one, and installing them
+        └───────▶ what nobody waits for: RedisChores         redis_chores.py    uses, comparing ledger and values
 
-Nothing is kept here about which blocks there are. Any replica with the same layout finds them, after a restart too, and
-the server may evict what it likes: that is a MISSING block. Deadlines, retries and breakers: `redis_plane`.
+Deadlines, retries and breakers: `redis_plane`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
 from lamina_kvtier.identity import BlockId
-from lamina_kvtier.redis_plane import Ask, Batch, ErrorReply, Failure, PlaneConfig, RedisAddress, RedisPlane, Request
+from lamina_kvtier.quota import Quota
+from lamina_kvtier.redis_blocks import RedisBlocks, RedisTierConfig, largest_payload
+from lamina_kvtier.redis_chores import RedisChores
+from lamina_kvtier.redis_plane import ErrorReply, Failure, RedisAddress, RedisPlane
 from lamina_kvtier.redis_plane.prefix_probe import PrefixProbe
-from lamina_kvtier.redis_plane.requests import Fetch, Store
+from lamina_kvtier.redis_plane.requests import Fetch
+from lamina_kvtier.redis_policy import RedisPolicy
+from lamina_kvtier.redis_usage import ServerUsage
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally, TierUsage
 
 __all__ = ["RedisTier", "RedisTierConfig"]
 
 T = TypeVar("T")
-
-_GROUP = 64  # keys in one command
-_USAGE_S = 1.0  # how old an answer about the server's memory may be
-_FULL = "OOM"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisTierConfig:
-    """Raises ValueError. Seconds; each is the longest that an operation of its kind takes, whatever happens."""
-
-    deployment: str = ""  # replicas with equal names share blocks
-    ttl_s: float | None = None  # a block expires so long after it was stored; None: only eviction removes it
-    lookup_s: float = 0.25
-    load_s: float = 2.0
-    put_s: float = 5.0
-    delete_s: float = 2.0
-    plane: PlaneConfig = field(default_factory=PlaneConfig)
-
-    def __post_init__(self) -> None:
-        for name in ("lookup_s", "load_s", "put_s", "delete_s", "ttl_s"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be more than 0 seconds, not {value}")
 
 
 class RedisTier:
@@ -63,17 +43,16 @@ class RedisTier:
         self, address: RedisAddress, codec: BlockCodec, config: RedisTierConfig | None = None, *, name: str = "redis"
     ) -> None:
         """Raises InvalidAddress if the address asks for TLS files that cannot be read."""
-        self._config = config or RedisTierConfig()
-        self._codec = codec
-        self._name = name
-        self._prefix = _key_prefix(codec.layout, self._config.deployment)
-        self._ttl_ms = None if self._config.ttl_s is None else max(1, round(self._config.ttl_s * 1000))
-        self._plane = RedisPlane(address, self._config.plane, name=f"lamina-{name}")
+        self.config = config = config or RedisTierConfig()
+        self._codec, self._name = codec, name
+        self._plane = RedisPlane(address, config.plane, name=f"lamina-{name}")
+        self._blocks = RedisBlocks(self._plane, codec, config)
+        self._usage = ServerUsage(self._blocks)
+        self._policy = RedisPolicy(self._blocks, self._usage)
+        self._chores = RedisChores(self._blocks, self._policy, name=f"lamina-{name}-chores")
         self._lock = threading.Lock()  # guards what follows
         self._puts: Counter[Outcome] = Counter()
         self._loads: Counter[Outcome] = Counter()
-        self._memory = _Memory(0, None, asked_at=-_USAGE_S)
-        self._last_refusal = ""
 
     @property
     def name(self) -> str:
@@ -87,70 +66,91 @@ class RedisTier:
     @property
     def trouble(self) -> str:
         """The last thing that went wrong, for people; "" if nothing did."""
-        return self._last_refusal or self._plane.counters().trouble
+        return self._blocks.last_refusal or self._plane.counters().trouble
 
     def put(self, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
         views = self._views(len(keys), values, writable=False)
-        stores = [self._store(key, view) for key, view in zip(keys, views, strict=True)]
-        return self._move(stores, self._config.put_s, lambda: self._tally(self._puts, map(self._stored, stores)))
+        return self._policy.keeping.put(keys, views, lambda outcomes: self._tally(self._puts, outcomes))
 
     def lookup(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""
         if not ids:
-            return self._ask([], self._config.lookup_s, lambda: Tally(0, Outcome.OK))
-        probe = PrefixProbe([self._key(block) for block in ids])
-        return self._ask([probe], self._config.lookup_s, lambda: self._found(probe, len(ids)))
+            return self._blocks.ask([], self.config.lookup_s, lambda: Tally(0, Outcome.OK))
+        probe = PrefixProbe([self._blocks.key(block) for block in ids])
+        return self._blocks.ask([probe], self.config.lookup_s, lambda: self._found(probe, len(ids)))
 
     def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
         views = self._views(len(ids), into, writable=True)
         landings = [_Landing(self._codec, block, view) for block, view in zip(ids, views, strict=True)]
         expected = HEADER_BYTES + self._codec.block_bytes
-        fetches = [Fetch(self._key(at.identity), expected, at.place, at.check) for at in landings]
+        fetches = [Fetch(self._blocks.key(at.identity), expected, at.place, at.check) for at in landings]
 
         def conclude() -> tuple[Outcome, ...]:
-            return self._tally(self._loads, map(self._loaded, fetches, landings))
+            outcomes = self._tally(self._loads, map(self._loaded, fetches, landings))
+            self._note(ids, outcomes)
+            return outcomes
 
-        return self._move(fetches, self._config.load_s, conclude)
+        return self._blocks.move(fetches, self.config.load_s, conclude)
 
     def delete(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""
-        keys = [self._key(block) for block in ids]
-        groups = [keys[start : start + _GROUP] for start in range(0, len(keys), _GROUP)]
-        request = Ask([(b"UNLINK", *group) for group in groups], int)
-        return self._ask([request] if groups else [], self._config.delete_s, lambda: self._deleted(request))
+        return self._policy.keeping.delete(ids)
+
+    def forget(self, namespace: str) -> Operation[Tally]:
+        """See StoreTier. What does not get done within its time is counted, and the rest can be asked for again."""
+        return self._policy.keeping.forget(namespace)
+
+    def set_quotas(self, quotas: Mapping[str, Quota], *, capacity: int | None = None) -> None:
+        """See StoreTier. capacity None: by `server_bytes`, or the server's maxmemory, less room for itself.
+
+        A server without maxmemory can promise nothing: then every reservation is not coverable, and limits hold.
+        """
+        self._policy.set(quotas, capacity)
+        self._chores.compare()
 
     def usage(self) -> TierUsage:
-        """`bytes` and `limit` are the whole server's: that is what its eviction goes by."""
-        self._refresh_memory()
+        """Under quotas `bytes` and `limit` are the ledger's: what is kept of this layout, and may be. Else they are the
+        whole server's, by which it evicts."""
+        ledger = self._policy.ledger
+        self._usage.refresh(None if ledger is None else self._policy.calls)
         with self._lock:
-            return TierUsage(
-                bytes=self._memory.used, limit=self._memory.limit, puts=dict(self._puts), loads=dict(self._loads)
-            )
+            puts, loads = dict(self._puts), dict(self._loads)
+        found, memory = self._usage.ledger, self._usage.memory
+        if ledger is None or found is None:
+            used, limit = (0, None) if memory is None else (memory.used, memory.limit)
+            return TierUsage(bytes=used, limit=limit, puts=puts, loads=loads)
+        with ledger.lock:
+            refusals, evictions = dict(ledger.refusals), dict(ledger.evictions)
+        return TierUsage(
+            bytes=found.total,
+            limit=found.room,
+            blocks=found.blocks,
+            by_namespace=dict(found.by_namespace),
+            puts=puts,
+            loads=loads,
+            refusals=refusals,
+            evictions=evictions,
+        )
+
+    def settle(self, timeout: float) -> bool:
+        """Waits until the server knows which blocks were loaded, and asks it for its numbers; for tests and tools."""
+        settled = self._chores.settle(timeout)
+        self._usage.refresh(None if self._policy.ledger is None else self._policy.calls, wait=True)
+        return settled
+
+    def reconcile(self, timeout: float) -> bool:
+        """Compares all that the ledger says with all that is there, and corrects it; False: not completed in time.
+
+        The chores do the same all the time, a little at once.
+        """
+        return self._chores.reconcile(timeout)
 
     def close(self) -> None:
         """See StoreTier."""
         self._plane.close()
-
-    def _key(self, block: BlockId) -> bytes:
-        return self._prefix + block.hex().encode()
-
-    def _store(self, key: BlockKey, view: memoryview) -> Store:
-        def value() -> tuple[Any, ...]:
-            return self._codec.encode(key, view)
-
-        return Store(self._key(key.id), value, HEADER_BYTES + len(view), self._ttl_ms)
-
-    def _move(self, requests: Sequence[Request], limit_s: float, conclude: Callable[[], T]) -> Batch[T]:
-        batch = Batch(requests, time.monotonic() + limit_s, conclude)
-        self._plane.move(batch)
-        return batch
-
-    def _ask(self, requests: Sequence[Request], limit_s: float, conclude: Callable[[], T]) -> Batch[T]:
-        batch = Batch(requests, time.monotonic() + limit_s, conclude)
-        self._plane.ask(batch)
-        return batch
+        self._chores.close()
 
     def _views(self, count: int, views: Sequence[memoryview], *, writable: bool) -> list[memoryview]:
         """The same memory as plain bytes. Raises ValueError."""
@@ -164,59 +164,38 @@ class RedisTier:
 
     # Outcomes. Called when an operation ends, on whatever thread.
 
-    def _stored(self, store: Store) -> Outcome:
-        if isinstance(store.result, ErrorReply):
-            return self._refusal(store.result)
-        if isinstance(store.result, Failure):
-            return Outcome(store.result.value)
-        return Outcome.OK
-
     def _loaded(self, fetch: Fetch, landing: _Landing) -> Outcome:
         result = fetch.result
         if isinstance(result, Failure):
             return Outcome(result.value)
         if isinstance(result, ErrorReply):
-            return Outcome.CORRUPT if result.code == "WRONGTYPE" else self._refusal(result)
+            return Outcome.CORRUPT if result.code == "WRONGTYPE" else self._blocks.refusal(result)
         if result.length < 0:
             return Outcome.MISSING
         return landing.outcome if result.taken else Outcome.CORRUPT
 
     def _found(self, probe: PrefixProbe, wanted: int) -> Tally:
         if isinstance(probe.trouble, ErrorReply):
-            return Tally(probe.known, self._refusal(probe.trouble))
+            return Tally(probe.known, self._blocks.refusal(probe.trouble))
         if isinstance(probe.trouble, Failure):
             return Tally(probe.known, Outcome(probe.trouble.value))
         return Tally(probe.known, Outcome.OK if probe.known == wanted else Outcome.MISSING)
 
-    def _deleted(self, request: Ask) -> Tally:
-        if isinstance(request.result, Failure):
-            return Tally(0, Outcome.OK if not request.cost else Outcome(request.result.value))
-        refusals = [self._refusal(reply) for reply in request.result if isinstance(reply, ErrorReply)]
-        gone = sum(reply for reply in request.result if isinstance(reply, int))
-        return Tally(gone, refusals[0] if refusals else Outcome.OK)
-
-    def _refusal(self, error: ErrorReply) -> Outcome:
-        self._last_refusal = error.text[:200]
-        return Outcome.REFUSED if error.code == _FULL else Outcome.UNAVAILABLE
+    def _note(self, ids: Sequence[BlockId], outcomes: Sequence[Outcome]) -> None:
+        """What the chores say about it later: what was used, what is gone, what is damaged."""
+        if not self._policy.keeping.notes_uses:
+            return
+        fared = list(zip(ids, outcomes, strict=True))
+        if found := [block for block, outcome in fared if outcome in (Outcome.OK, Outcome.MISSING)]:
+            self._chores.loaded(found)
+        if damaged := [block for block, outcome in fared if outcome is Outcome.CORRUPT]:
+            self._chores.damaged(damaged)
 
     def _tally(self, counter: Counter[Outcome], outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
         found = tuple(outcomes)
         with self._lock:
             counter.update(found)
         return found
-
-    def _refresh_memory(self) -> None:
-        """Asks the server at most once a second, and waits no longer than for a look-up."""
-        now = time.monotonic()
-        with self._lock:
-            if now - self._memory.asked_at < _USAGE_S:
-                return
-            self._memory = _Memory(self._memory.used, self._memory.limit, asked_at=now)
-        request = Ask([(b"INFO", b"memory")], bytes)
-        answer = self._ask([request], self._config.lookup_s, lambda: request.result).result()
-        if isinstance(answer, list) and isinstance(answer[0], bytes):
-            with self._lock:
-                self._memory = _Memory.parse(answer[0], now)
 
 
 class _Landing:
@@ -232,13 +211,12 @@ class _Landing:
         self._body = into
 
     def place(self, length: int) -> Sequence[memoryview] | None:
-        """A raw block goes right into its destination. One in another codec goes to memory of its own, which may be a
-        little more than a block: that is the worst that a compressor does to noise."""
+        """A raw block goes right into its destination, one in another codec to memory of its own."""
         payload = length - HEADER_BYTES
         block = len(self._into)
         if payload == block:
             self._body = self._into
-        elif 0 <= payload <= block + block // 128 + 1024:
+        elif 0 <= payload <= largest_payload(block):
             self._body = memoryview(bytearray(payload))
         else:
             return None
@@ -254,27 +232,3 @@ class _Landing:
         payload = bytes(self._body) if in_the_way else self._body
         self.outcome = self._codec.finish(header, payload, self._into)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What the server said about its memory."""
-
-    used: int
-    limit: int | None
-    asked_at: float  # time.monotonic()
-
-    @staticmethod
-    def parse(info: bytes, asked_at: float) -> _Memory:
-        fields = dict(line.partition(b":")[::2] for line in info.splitlines())
-        limit = _number(fields.get(b"maxmemory", b""))
-        return _Memory(_number(fields.get(b"used_memory", b"")), limit or None, asked_at)
-
-
-def _number(digits: bytes) -> int:
-    return int(digits) if digits.isdigit() and len(digits) < 20 else 0
-
-
-def _key_prefix(layout: bytes, deployment: str) -> bytes:
-    scope = hashlib.blake2b(layout + deployment.encode(), digest_size=8).hexdigest()
-    return b"lamina:{%b}:kv1:" % scope.encode()

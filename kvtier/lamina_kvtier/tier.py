@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from lamina_kvtier.identity import ID_BYTES, BlockId
+from lamina_kvtier.quota import Quota
+
+if TYPE_CHECKING:
+    from lamina_kvtier.reasons import Reason  # reasons are explained by outcomes, which are here
 
 __all__ = ["NO_ADAPTER", "BlockKey", "Operation", "Outcome", "StoreTier", "Tally", "TierUsage"]
 
@@ -86,6 +90,10 @@ class TierUsage:
     by_namespace: Mapping[str, int] = field(default_factory=dict)  # bytes, where known
     puts: Mapping[Outcome, int] = field(default_factory=dict)  # blocks since the start, by outcome
     loads: Mapping[Outcome, int] = field(default_factory=dict)
+    # Under quotas, blocks since the start by namespace and reason (own quota, pressure), as far as this client's puts
+    # caused it: what was refused, and what was evicted for others.
+    refusals: Mapping[tuple[str, Reason], int] = field(default_factory=dict)
+    evictions: Mapping[tuple[str, Reason], int] = field(default_factory=dict)
 
 
 class StoreTier(Protocol):
@@ -121,6 +129,24 @@ class StoreTier(Protocol):
 
     def delete(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """Makes blocks unknown; how many were there."""
+        ...
+
+    def set_quotas(self, quotas: Mapping[str, Quota], *, capacity: int | None = None) -> None:
+        """From now on these rule what is kept, in bytes with headers; they replace those there were, in all replicas.
+
+        A namespace at its limit loses its own oldest block for a new one. When the store is full, the namespace
+        furthest over its share, (used - reserved) / weight, loses its oldest; never another one's within its
+        reservation; else the new one is REFUSED. Of one put the tail goes, or is refused, before the head.
+
+        capacity: bytes that may be kept, None: what the store has. Raises QuotaNotCoverable; then nothing changed.
+        """
+        ...
+
+    def forget(self, namespace: str) -> Operation[Tally]:
+        """Deletes all that this namespace pays for; how many there were.
+
+        Anything but OK: there may be more. Without quotas a store need not know who pays: then it is REFUSED.
+        """
         ...
 
     def usage(self) -> TierUsage:

@@ -10,6 +10,7 @@ import pytest
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
 from lamina_kvtier.memory_tier import MemoryStore, MemoryTier, Steps
 from lamina_kvtier.tier import Outcome, StoreTier, Tally
+from support.quota_contract import QuotaContract
 from support.tier_contract import (
     BLOCK_BYTES,
     LAYOUT,
@@ -53,6 +54,10 @@ def make_tier(request: pytest.FixtureRequest) -> Iterator[MakeTier]:
 
 class TestMemoryTier(TierContract):
     """The contract itself, and with operations on other threads."""
+
+
+class TestMemoryTierUnderQuotas(QuotaContract):
+    """The rules of quotas, likewise."""
 
 
 class Clock:

@@ -1,0 +1,409 @@
+-- The ledger of a store, in the store: who pays for which block, whose go first, and what is still being written.
+-- One call is atomic, so all replicas agree. ARGV[1] names the operation; they are at the end.
+--
+--   KEYS[1] meta        hash         room, total (bytes), tick (a clock of uses, not of time)
+--           quota       hash         namespace -> "reserved limit weight"
+--           used        hash         namespace -> bytes
+--           block       hash         identity -> "bytes holder namespace"; holder "-": kept, else the put that writes it
+--           use:<name>  sorted set   a namespace's kept blocks by the tick of their last use
+--           lease       sorted set   blocks being written, by when that promise ends (ms)
+--           expiry      sorted set   kept blocks with a time to live, by its end (ms)
+--   KEYS[2] <identity>               the values themselves
+--
+-- All keys share one hash tag. Names are made from KEYS, so a cluster runs it where that tag lives.
+
+local KEPT, NOBODY = '-', ''
+local MOST_VICTIMS, MOST_DUE, MOST_FORGOTTEN = 1000, 256, 256 -- of one call: nobody else is served meanwhile
+
+local VALUE = KEYS[2]
+local META, QUOTA, USED, BLOCK = KEYS[1] .. 'meta', KEYS[1] .. 'quota', KEYS[1] .. 'used', KEYS[1] .. 'block'
+local USE, LEASE, EXPIRY = KEYS[1] .. 'use:', KEYS[1] .. 'lease', KEYS[1] .. 'expiry'
+local call = redis.call
+
+local time = call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local room, total, tick -- of META, written back by `save`
+local base -- ticks up to this one are from before this call
+
+local function int(number) return string.format('%.0f', number) end
+
+-- Charges. Read once, written once.
+
+local quotas, used, changed = {}, {}, {}
+local order, place -- namespaces, furthest over their share first; made when somebody needs a victim
+
+local function quota_of(namespace)
+  if not quotas[namespace] then
+    local reserved, limit, weight = string.match(call('HGET', QUOTA, namespace) or '', '^(%S+) (%S+) (%S+)$')
+    quotas[namespace] = {
+      reserved = tonumber(reserved or 0), limit = tonumber(limit or math.huge), weight = tonumber(weight or 1),
+    }
+  end
+  return quotas[namespace]
+end
+
+local function used_of(namespace)
+  if not used[namespace] then used[namespace] = tonumber(call('HGET', USED, namespace) or 0) end
+  return used[namespace]
+end
+
+local function over_share(namespace)
+  if namespace == NOBODY and used_of(NOBODY) > 0 then return math.huge end -- what nobody pays for goes first
+  local quota = quota_of(namespace)
+  return (used_of(namespace) - quota.reserved) / quota.weight
+end
+
+local function goes_before(one, other)
+  local mine, others = over_share(one), over_share(other)
+  return mine > others or (mine == others and one < other)
+end
+
+local function swap(at, to)
+  order[at], order[to] = order[to], order[at]
+  place[order[at]], place[order[to]] = at, to
+end
+
+local function put_in_order(namespace)
+  if not place[namespace] then
+    order[#order + 1] = namespace
+    place[namespace] = #order
+  end
+  local at = place[namespace]
+  while at > 1 and goes_before(order[at], order[at - 1]) do
+    swap(at, at - 1)
+    at = at - 1
+  end
+  while at < #order and goes_before(order[at + 1], order[at]) do
+    swap(at, at + 1)
+    at = at + 1
+  end
+end
+
+local function charge(namespace, bytes)
+  used[namespace] = used_of(namespace) + bytes
+  total = total + bytes
+  changed[namespace] = true
+  if order then put_in_order(namespace) end
+end
+
+local function save()
+  for namespace in pairs(changed) do
+    if used[namespace] > 0 then
+      call('HSET', USED, namespace, int(used[namespace]))
+    else
+      call('HDEL', USED, namespace)
+    end
+  end
+  call('HSET', META, 'total', int(total), 'tick', int(tick))
+end
+
+-- Blocks.
+
+local function entry(id)
+  local bytes, holder, namespace = string.match(call('HGET', BLOCK, id) or '', '^(%d+) (%S+) (.*)$')
+  return tonumber(bytes), holder, namespace
+end
+
+local function write_entry(id, bytes, holder, namespace)
+  call('HSET', BLOCK, id, int(bytes) .. ' ' .. holder .. ' ' .. namespace)
+end
+
+local function length(id) -- of the value; 0: there is none
+  local found = redis.pcall('STRLEN', VALUE .. id)
+  return type(found) == 'number' and found or -1 -- of another type: somebody else's
+end
+
+local function strike(id, bytes, namespace)
+  call('HDEL', BLOCK, id)
+  call('ZREM', USE .. namespace, id)
+  call('ZREM', LEASE, id)
+  call('ZREM', EXPIRY, id)
+  charge(namespace, -bytes)
+end
+
+local function drop(id) -- whether there was a value
+  local bytes, _, namespace = entry(id)
+  if bytes then strike(id, bytes, namespace) end
+  return call('UNLINK', VALUE .. id) > 0
+end
+
+local function used_at(id, namespace, at, ttl)
+  call('ZADD', USE .. namespace, 'GT', int(at), id)
+  if ttl > 0 then
+    call('PEXPIREAT', VALUE .. id, int(now + ttl))
+    call('ZADD', EXPIRY, int(now + ttl), id)
+  else
+    call('PERSIST', VALUE .. id)
+    call('ZREM', EXPIRY, id)
+  end
+end
+
+local function drop_what_is_due()
+  for _, set in ipairs({ LEASE, EXPIRY }) do
+    for _, id in ipairs(call('ZRANGEBYSCORE', set, '-inf', int(now), 'LIMIT', 0, MOST_DUE)) do
+      drop(id)
+      call('ZREM', set, id)
+    end
+  end
+end
+
+-- Victims.
+
+local evicted, victims, barren = {}, 0, {}
+
+local function oldest(namespace) -- never what this very call has used
+  local first = call('ZRANGE', USE .. namespace, 0, 0, 'WITHSCORES')
+  return first[1] and tonumber(first[2]) <= base and first[1]
+end
+
+local function evict(namespace, reason)
+  local id = victims < MOST_VICTIMS and oldest(namespace)
+  if not id then return false end
+  victims = victims + 1
+  drop(id)
+  call('ZREM', USE .. namespace, id) -- also if the ledger had lost its entry
+  local name = reason .. namespace
+  evicted[name] = (evicted[name] or 0) + 1
+  return true
+end
+
+local function make_order()
+  order, place = {}, {}
+  local found, names = call('HGETALL', USED), {}
+  for at = 1, #found, 2 do
+    used[found[at]] = used[found[at]] or tonumber(found[at + 1])
+  end
+  for namespace in pairs(used) do names[#names + 1] = namespace end
+  table.sort(names, goes_before)
+  for at, namespace in ipairs(names) do order[at], place[namespace] = namespace, at end
+end
+
+local function furthest_over()
+  if not order then make_order() end
+  for _, namespace in ipairs(order) do
+    if over_share(namespace) <= 0 then return nil end
+    if not barren[namespace] and oldest(namespace) then return namespace end
+    barren[namespace] = true
+  end
+end
+
+local function make_room(namespace, bytes) -- "q": refused by the own quota, "p": by pressure, nil: there is room
+  local limit = quota_of(namespace).limit
+  if bytes > room then return 'p' end
+  if bytes > limit then return 'q' end
+  while used_of(namespace) + bytes > limit do
+    if not evict(namespace, 'q') then return 'q' end
+  end
+  while total + bytes > room do
+    if not evict(furthest_over() or namespace, 'p') then return 'p' end
+  end
+end
+
+local function victims_by_name() -- flat: reason and namespace, count, ...
+  local flat = {}
+  for name, count in pairs(evicted) do
+    flat[#flat + 1] = name
+    flat[#flat + 1] = count
+  end
+  return flat
+end
+
+-- Operations.
+
+local function admit(id, bytes, namespace, holder, lease, at, ttl)
+  local kept, writer, owner = entry(id)
+  if kept and writer == KEPT then
+    if length(id) ~= kept then
+      drop(id) -- gone, or not what was stored
+      kept = nil
+    elseif owner ~= namespace and owner == NOBODY then
+      strike(id, kept, owner) -- now somebody pays for it
+      kept = nil
+    else
+      used_at(id, owner, at, ttl)
+      return 'k'
+    end
+  end
+  if kept then
+    namespace, bytes = owner, kept -- another put writes it: who came last answers for it
+  else
+    local refusal = make_room(namespace, bytes)
+    if refusal then return refusal end
+    charge(namespace, bytes)
+  end
+  write_entry(id, bytes, holder, namespace)
+  call('ZADD', LEASE, int(lease), id)
+  return 'w'
+end
+
+-- holder, lease ms, ttl ms, then identity, bytes, namespace of each, head of the prefix first
+-- -> base tick; per block k(ept already), w(rite it), q(uota), p(ressure); victims
+local function reserve()
+  local holder, lease, ttl = ARGV[2], now + ARGV[3], tonumber(ARGV[4])
+  local count, answers = (#ARGV - 4) / 3, {}
+  tick = base + count
+  for number = 1, count do
+    local at = 2 + 3 * number
+    local last_use = base + count + 1 - number -- the tail is older
+    answers[number] = admit(ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2], holder, lease, last_use, ttl)
+  end
+  return { int(base), table.concat(answers), victims_by_name() }
+end
+
+local function commit_one(id, at, ttl)
+  local bytes, holder, namespace = entry(id)
+  local there = length(id)
+  if not bytes or there < 1 then -- its lease ended, or somebody deleted it: then nobody pays, and it must not stay
+    drop(id)
+    return 'x'
+  end
+  if holder ~= KEPT or there ~= bytes then
+    charge(namespace, there - bytes)
+    write_entry(id, there, KEPT, namespace)
+    call('ZREM', LEASE, id)
+  end
+  used_at(id, namespace, at, ttl)
+  return 'k'
+end
+
+-- holder, ttl ms, how many were written, then identity and tick of each of those, then identities that were not
+-- -> per written block k(ept) or x
+local function commit()
+  local ttl, count, answers = tonumber(ARGV[3]), tonumber(ARGV[4]), {}
+  for number = 1, count do
+    answers[number] = commit_one(ARGV[3 + 2 * number], tonumber(ARGV[4 + 2 * number]), ttl)
+  end
+  for at = 5 + 2 * count, #ARGV do
+    local _, holder = entry(ARGV[at])
+    if holder == ARGV[2] then drop(ARGV[at]) end
+  end
+  return table.concat(answers)
+end
+
+-- ttl ms, identities, head first: they were used. What is not there any more is struck.
+local function touch()
+  local ttl = tonumber(ARGV[2])
+  tick = base + #ARGV - 2
+  for at = 3, #ARGV do
+    local bytes, holder, namespace = entry(ARGV[at])
+    if holder == KEPT and length(ARGV[at]) == bytes then
+      used_at(ARGV[at], namespace, tick + 3 - at, ttl)
+    elseif holder == KEPT then
+      drop(ARGV[at])
+    end
+  end
+  return 0
+end
+
+-- identities -> how many values there were
+local function delete()
+  local gone = 0
+  for at = 2, #ARGV do
+    if drop(ARGV[at]) then gone = gone + 1 end
+  end
+  return gone
+end
+
+-- namespace -> how many values are gone, and whether there are more
+local function forget()
+  local namespace, gone = ARGV[2], 0
+  local ids = call('ZRANGE', USE .. namespace, 0, MOST_FORGOTTEN - 1)
+  if #ids == 0 then
+    for _, id in ipairs(call('ZRANGE', LEASE, 0, -1)) do
+      local _, _, owner = entry(id)
+      if owner == namespace then ids[#ids + 1] = id end
+    end
+  end
+  for _, id in ipairs(ids) do
+    if drop(id) then gone = gone + 1 end
+    call('ZREM', USE .. namespace, id)
+  end
+  return { gone, call('EXISTS', USE .. namespace) }
+end
+
+local function adopt(id)
+  local bytes, left = length(id), call('PTTL', VALUE .. id)
+  if bytes < 1 then return end
+  charge(NOBODY, bytes)
+  write_entry(id, bytes, KEPT, NOBODY)
+  call('ZADD', USE .. NOBODY, 0, id)
+  if left > 0 then call('ZADD', EXPIRY, int(now + left), id) end
+end
+
+-- where to go on among values, among entries; how many of each -> where to go on. "done": not from this side any more
+local function sweep()
+  local values, entries, count = ARGV[2], ARGV[3], ARGV[4]
+  if values ~= 'done' then
+    local found = call('SCAN', values, 'MATCH', VALUE .. '*', 'COUNT', count)
+    for _, key in ipairs(found[2]) do
+      local id = string.sub(key, #VALUE + 1)
+      if call('HEXISTS', BLOCK, id) == 0 then adopt(id) end
+    end
+    values = found[1] == '0' and 'done' or found[1]
+  end
+  if entries ~= 'done' then
+    local found = call('HSCAN', BLOCK, entries, 'COUNT', count)
+    for at = 1, #found[2], 2 do
+      local id = found[2][at]
+      local bytes, holder, namespace = entry(id)
+      if holder == KEPT and length(id) ~= bytes then
+        drop(id)
+      elseif holder == KEPT then
+        call('ZADD', USE .. namespace, 'NX', 0, id) -- the server may have evicted that set
+      end
+    end
+    entries = found[1] == '0' and 'done' or found[1]
+  end
+  while total > room do
+    local namespace = furthest_over()
+    if not namespace or not evict(namespace, 'p') then break end
+  end
+  return { values, entries, victims_by_name() }
+end
+
+-- where to go on -> where to go on; total, room, blocks; namespace, bytes, ...
+local function usage()
+  save() -- what was due just now
+  local found = call('HSCAN', USED, ARGV[2], 'COUNT', 500)
+  return { found[1], int(total), int(room), call('HLEN', BLOCK), found[2] }
+end
+
+local function rebuild() -- from the entries; what has none is found by a sweep, and is nobody's then
+  if call('EXISTS', BLOCK) == 0 then
+    for _, namespace in ipairs(call('HKEYS', USED)) do call('DEL', USE .. namespace) end
+  end
+  call('DEL', USED)
+  used, changed, total = {}, {}, 0
+  local found = call('HGETALL', BLOCK)
+  for at = 1, #found, 2 do
+    local bytes, _, namespace = entry(found[at])
+    if bytes then charge(namespace, bytes) end
+  end
+end
+
+-- room, then namespace, reserved, limit, weight of each: all quotas, instead of those there were
+local function install()
+  room = tonumber(ARGV[2])
+  call('HSET', META, 'room', ARGV[2])
+  call('DEL', QUOTA)
+  for at = 3, #ARGV, 4 do
+    call('HSET', QUOTA, ARGV[at], ARGV[at + 1] .. ' ' .. ARGV[at + 2] .. ' ' .. ARGV[at + 3])
+  end
+  return 'OK'
+end
+
+local operations = {
+  reserve = reserve, commit = commit, touch = touch, delete = delete,
+  forget = forget, sweep = sweep, usage = usage, install = install,
+}
+
+local meta = call('HMGET', META, 'room', 'total', 'tick')
+room, total = tonumber(meta[1] or nil), tonumber(meta[2] or 0)
+tick = tonumber(meta[3] or now * 1000) -- begins above any that an evicted META may have had
+base = tick
+if not room and ARGV[1] ~= 'install' then return redis.error_reply('NOLEDGER there is none here') end
+if not meta[2] or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then rebuild() end -- the server evicted part of it
+if ARGV[1] ~= 'install' then drop_what_is_due() end
+local answer = operations[ARGV[1]]()
+save()
+return answer

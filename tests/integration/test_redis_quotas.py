@@ -1,0 +1,451 @@
+"""Quotas in a real store: the contract of all tiers, and what crashes, other clients and the server itself can do."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fixtures.redis import running_redis, tell
+from lamina.wiring.valkey import EmbeddedValkey
+from lamina_kvtier.block_codec import BlockCodec
+from lamina_kvtier.errors import QuotaNotCoverable
+from lamina_kvtier.payload_codecs import EXACT_CODECS
+from lamina_kvtier.quota import Quota
+from lamina_kvtier.reasons import Reason
+from lamina_kvtier.redis_blocks import RedisBlocks
+from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
+from lamina_kvtier.redis_plane.ledger import LedgerCalls
+from lamina_kvtier.redis_plane.resp import Reply
+from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
+from lamina_kvtier.tier import BlockKey, Outcome, StoreTier, Tally
+from support.quota_contract import VALUE_BYTES, QuotaContract, fill, quota, set_quotas, there, used
+from support.store_ledger import contradictions, pass_time
+from support.tier_contract import BLOCK_BYTES, LAYOUT, PATIENCE_S, MakeTier, blocks, ids, keys, load, lookup, put, room
+
+CONFIG = RedisTierConfig(
+    lookup_s=20, load_s=20, put_s=20, delete_s=20, plane=PlaneConfig(backoff=Backoff(first_s=0.02, limit_s=0.2))
+)
+OK, REFUSED = Outcome.OK, Outcome.REFUSED
+
+Connect = Callable[..., RedisTier]
+
+
+@pytest.fixture(scope="module")
+def shared_server(redis_binary: Path) -> Iterator[EmbeddedValkey]:
+    with running_redis(redis_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Makes tiers and closes them; all of one test share a deployment of their own."""
+    deployment = os.urandom(8).hex()
+    with ExitStack() as made:
+
+        def make(
+            address: RedisAddress,
+            config: RedisTierConfig = CONFIG,
+            *,
+            block_bytes: int = BLOCK_BYTES,
+            codec: str = "raw",
+        ) -> RedisTier:
+            config = replace(config, deployment=deployment)
+            tier = RedisTier(address, BlockCodec(LAYOUT, block_bytes, codec=codec), config)
+            made.callback(tier.close)
+            return tier
+
+        yield make
+
+
+class TestRedisQuotas(QuotaContract):
+    @pytest.fixture
+    def make_tier(self, shared_server: EmbeddedValkey, connect: Connect) -> MakeTier:
+        def make() -> StoreTier:
+            return connect(shared_server.address)
+
+        return make
+
+
+class _Looker:
+    """An operator with a connection of their own."""
+
+    def __init__(self, server: EmbeddedValkey, tier: RedisTier) -> None:
+        self._server = server
+        blocks = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
+        self.ledger, self.values = blocks.ledger, blocks.values
+
+    def tell(self, *command: bytes) -> Reply:
+        return tell(self._server, *command)
+
+    def contradictions(self) -> list[str]:
+        return contradictions(self.tell, self.ledger, self.values)
+
+    def pass_time(self, seconds: float) -> None:
+        pass_time(self.tell, self.ledger, self.values, round(seconds * 1000))
+
+
+# Room, and the server's own eviction
+
+
+def test_the_server_never_evicts_by_itself(redis_binary: Path, connect: Connect) -> None:
+    """Three times of what fits, from two namespaces and in an awkward size: the ledger makes room in time."""
+    size = 512 * 1024  # and a header: the allocator's next size is a quarter larger
+    with running_redis(redis_binary, 48 * 2**20) as server:
+        tier = connect(server.address, block_bytes=size)
+        tier.set_quotas({"ann": Quota(10 * 2**20, 2**40)})
+        for start in range(0, 200, 20):
+            names = keys(20, "ann" if start % 40 else "bob")
+            assert put(tier, names, blocks(20, size)) == (OK,) * 20
+        assert tier.settle(PATIENCE_S)
+        usage = tier.usage()
+        stats = tell(server, b"INFO", b"stats")
+        assert isinstance(stats, bytes)
+        assert b"evicted_keys:0\r\n" in stats
+        assert usage.limit is not None
+        assert usage.limit / 2 < usage.bytes <= usage.limit < 48 * 2**20
+        assert usage.by_namespace["ann"] >= 10 * 2**20 - size
+
+
+def test_a_server_without_maxmemory_promises_nothing(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Reservations are not coverable there, unless it is said how much of it is ours; limits hold."""
+    tell(redis_server, b"CONFIG", b"SET", b"maxmemory", b"0")
+    tier = connect(redis_server.address)
+    with pytest.raises(QuotaNotCoverable):
+        tier.set_quotas({"ann": quota(reserved=1)})
+    tier.set_quotas({"ann": quota(limit=2)})
+    assert put(tier, keys(3, "ann"), blocks(3)) == (OK, OK, REFUSED)
+    told = connect(redis_server.address, replace(CONFIG, server_bytes=2**26))
+    told.set_quotas({"ann": quota(reserved=1)})
+    with pytest.raises(QuotaNotCoverable):
+        told.set_quotas({"ann": quota(reserved=10_000, limit=10_000)})
+
+
+def test_what_was_there_before_is_nobodys_and_goes_first(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    """Blocks of a time without quotas count, and can be found; who puts one again pays for it."""
+    plain, tier = connect(shared_server.address), connect(shared_server.address)
+    names, values = keys(5, "ann"), blocks(5)
+    put(plain, names, values)
+    set_quotas(tier, 6)
+    assert tier.reconcile(PATIENCE_S)
+    assert used(tier) == {"": 5}
+    assert put(tier, names[:1], values[:1]) == (OK,)
+    assert used(tier) == {"": 4, "ann": 1}
+    fill(tier, 4, "ann")
+    assert used(tier) == {"": 1, "ann": 5}
+    assert there(tier, names[:1]) == [True]
+
+
+def test_a_smaller_store_is_emptied_at_leisure(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    """Also if nobody puts anything."""
+    tier = connect(shared_server.address)
+    set_quotas(tier, 10)
+    fill(tier, 10, "ann")
+    set_quotas(tier, 4)
+    _until(lambda: used(tier) == {"ann": 4})
+    assert tier.usage().evictions == {("ann", Reason.PRESSURE): 6}
+
+
+# Time to live
+
+
+@pytest.mark.parametrize("with_quotas", [False, True], ids=["without quotas", "with quotas"])
+def test_a_load_begins_the_time_to_live_anew(
+    shared_server: EmbeddedValkey, connect: Connect, with_quotas: bool
+) -> None:
+    tier = connect(shared_server.address, replace(CONFIG, ttl_s=1000.0))
+    if with_quotas:
+        set_quotas(tier, 100)
+    look = _Looker(shared_server, tier)
+    names = fill(tier, 3, "ann")
+    look.pass_time(600)
+    assert load(tier, names[:2], room(2)) == (OK, OK)
+    assert tier.settle(PATIENCE_S)
+    look.pass_time(600)
+    assert there(tier, names) == [True, True, False]
+    if with_quotas:
+        assert used(tier) == {"ann": 2}
+        assert look.contradictions() == []
+
+
+# Crashes
+
+
+def test_a_put_that_was_cut_off_leaves_nothing(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    """Neither its promise of room nor a value that it wrote outlives the lease; who puts it again is not hurt."""
+    tier = connect(shared_server.address)
+    set_quotas(tier, 4)
+    look = _Looker(shared_server, tier)
+    calls = LedgerCalls(look.ledger, look.values, ttl_ms=None, lease_ms=5000)
+    names = keys(4, "ann")
+    blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
+    reserve = calls.reserve(b"ghost", [(name.id, VALUE_BYTES, "ann") for name in names])
+    blocks_.ask([reserve], 10, lambda: None).result()
+    stores = [blocks_.store(name, value, 5000) for name, value in zip(names[:2], blocks(2), strict=True)]
+    blocks_.move(stores, 10, lambda: None).result()
+    assert used(tier) == {"ann": 4}
+    assert put(tier, keys(1, "bob"), blocks(1)) == (REFUSED,)
+    assert put(tier, names[1:3], blocks(2)) == (OK, OK)
+    look.pass_time(6)
+    assert used(tier) == {"ann": 2}
+    assert there(tier, names) == [False, True, True, False]
+    assert look.contradictions() == []
+    fill(tier, 2, "bob")
+
+
+def test_a_value_that_comes_after_its_lease_does_not_stay(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    """Its commit finds no promise, and removes it."""
+    tier = connect(shared_server.address)
+    set_quotas(tier, 4)
+    look = _Looker(shared_server, tier)
+    calls = LedgerCalls(look.ledger, look.values, ttl_ms=None, lease_ms=5000)
+    blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
+    (name,) = keys(1, "ann")
+    blocks_.ask([calls.reserve(b"late", [(name.id, VALUE_BYTES, "ann")])], 10, lambda: None).result()
+    look.pass_time(6)
+    assert used(tier) == {}
+    blocks_.move([blocks_.store(name, blocks(1)[0], 5000)], 10, lambda: None).result()
+    commit = calls.commit(b"late", [(name.id, 1)], [])
+    blocks_.ask([commit], 10, lambda: None).result()
+    assert commit.result == "x"
+    assert there(tier, [name]) == [False]
+    assert look.contradictions() == []
+
+
+def test_a_server_that_lost_everything_gets_its_quotas_again(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """With the next put; also a server that only forgot the script."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 10, ann=quota(limit=2))
+    fill(tier, 2, "ann")
+    tell(redis_server, b"SCRIPT", b"FLUSH")
+    fill(tier, 1, "ann")
+    tell(redis_server, b"FLUSHALL")
+    assert put(tier, keys(3, "ann"), blocks(3)) == (OK, OK, REFUSED)
+    assert used(tier) == {"ann": 2}
+
+
+@pytest.mark.parametrize("part", [b"meta", b"used", b"block", b"use:ann", b"quota"])
+def test_a_ledger_that_lost_a_part_mends_itself(redis_server: EmbeddedValkey, connect: Connect, part: bytes) -> None:
+    """A server that does evict may take any key. Blocks may become nobody's; what is counted is what is there."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 10)
+    look = _Looker(redis_server, tier)
+    names = fill(tier, 4, "ann")
+    tell(redis_server, b"DEL", look.ledger + part)
+    fill(tier, 2, "bob")
+    assert tier.reconcile(PATIENCE_S)
+    assert sum(used(tier).values()) == 6
+    assert there(tier, names) == [True] * 4
+    assert look.contradictions() == []
+    fill(tier, 10, "bob")
+    assert look.contradictions() == []
+
+
+def test_killed_and_restarted(redis_binary: Path, connect: Connect) -> None:
+    """Puts fail for a while and then work again, under the same quotas."""
+    with running_redis(redis_binary) as server:
+        tier = connect(server.address, replace(CONFIG, put_s=1.0, lookup_s=1.0))
+        set_quotas(tier, 100, ann=quota(limit=5))
+        fill(tier, 5, "ann")
+        victim = server.pid
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        _until(lambda: server.pid not in (None, victim))
+        names, values = keys(7, "ann"), blocks(7)
+        _until(lambda: put(tier, names, values) == (OK,) * 5 + (REFUSED,) * 2)
+        _until(lambda: used(tier) == {"ann": 5})
+        assert _Looker(server, tier).contradictions() == []
+
+
+def test_quotas_set_while_the_server_is_away(server_path: Path, redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """They are taken over, and until the server is there nothing is stored, in bounded time."""
+    tier = connect(RedisAddress(path=str(server_path)), replace(CONFIG, put_s=1.0, lookup_s=0.2))
+    tier.set_quotas({"ann": quota(limit=2)})
+    assert set(put(tier, keys(2), blocks(2))) <= {Outcome.UNAVAILABLE, Outcome.TIMEOUT}
+    assert redis_server.address.path is not None
+    server_path.symlink_to(redis_server.address.path)
+    names, values = keys(3, "ann"), blocks(3)
+    _until(lambda: put(tier, names, values) == (OK, OK, REFUSED))
+
+
+@pytest.fixture
+def server_path(tmp_path: Path) -> Path:
+    """Where there is no server yet."""
+    return tmp_path / "s"
+
+
+def test_a_server_that_stalls_costs_the_deadline(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Not three of them, for the three parts of a put."""
+    tier = connect(redis_server.address, replace(CONFIG, put_s=0.5))
+    set_quotas(tier, 10)
+    fill(tier, 1, "ann")
+    tell(redis_server, b"CLIENT", b"PAUSE", b"60000")
+    start = time.monotonic()
+    assert set(put(tier, keys(2), blocks(2))) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE}
+    assert time.monotonic() - start < 10
+
+
+# Several at once
+
+
+def test_many_replicas_at_once_agree(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    """Putting, loading and deleting the same blocks: whatever the order, the ledger adds up, and limits hold."""
+    tiers = [connect(shared_server.address, replace(CONFIG, ttl_s=1000.0)) for _ in range(3)]
+    for tier in tiers:
+        set_quotas(tier, 24, ann=quota(reserved=8, limit=12), bob=quota(limit=16))
+    names = [BlockKey(os.urandom(32), name) for name in ["ann", "bob", "cat"] * 16]
+    values = dict(zip(ids(names), blocks(len(names)), strict=True))
+    wrong: list[str] = []
+
+    def work(tier: RedisTier, seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(60):
+            some = dice.sample(names, dice.randint(1, 8))
+            match dice.choice(["put", "put", "load", "delete", "forget"]):
+                case "put":
+                    put(tier, some, [values[name.id] for name in some])
+                case "load":
+                    into = room(len(some))
+                    outcomes = load(tier, some, into)
+                    fared = zip(some, outcomes, into, strict=True)
+                    wrong.extend("bytes" for name, outcome, at in fared if outcome is OK and at != values[name.id])
+                case "delete":
+                    tier.delete(ids(some[:2])).result(PATIENCE_S)
+                case "forget":
+                    tier.forget("cat").result(PATIENCE_S)
+
+    threads = [threading.Thread(target=work, args=(tier, seed)) for seed, tier in enumerate([*tiers, *tiers])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S * 2)
+    assert wrong == []
+    for tier in tiers:
+        assert tier.settle(PATIENCE_S)
+    now = used(tiers[0])
+    assert now.get("ann", 0) <= 12
+    assert now.get("bob", 0) <= 16
+    assert _Looker(shared_server, tiers[0]).contradictions() == []
+
+
+# Rights, damage, keys
+
+
+def test_a_user_with_the_rights_that_the_docs_name_is_enough(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "kv.md").read_text()
+    (rights,) = re.findall(r"ACL SETUSER lamina on >\S+ ~lamina:\* -@all ([^`]*)", page)
+    tell(redis_server, b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~lamina:*", b"-@all", *rights.encode().split())
+    tier = connect(replace(redis_server.address, user="kv", password="pw"), replace(CONFIG, ttl_s=1000.0))
+    plain = fill(tier, 2, "ann")
+    assert load(tier, plain, room(2)) == (OK, OK)
+    assert tier.settle(PATIENCE_S)
+    assert tier.delete(ids(plain[:1])).result(PATIENCE_S) == Tally(1, OK)
+    assert tier.trouble == ""
+    tier.set_quotas({"ann": quota(reserved=1)})
+    names = fill(tier, 3, "ann")
+    assert load(tier, names, room(3)) == (OK,) * 3
+    assert tier.reconcile(PATIENCE_S)
+    assert used(tier) == {"": 1, "ann": 3}
+    assert tier.delete(ids(names[:1])).result(PATIENCE_S) == Tally(1, OK)
+    assert tier.forget("ann").result(PATIENCE_S) == Tally(2, OK)
+    set_quotas(tier, 2, ann=quota(limit=1))
+    fill(tier, 1, "ann")
+    fill(tier, 1, "ann")
+    set_quotas(connect(replace(redis_server.address, user="kv", password="pw")), 2)
+    assert tier.trouble == ""
+
+
+def test_without_the_right_to_run_scripts_blocks_are_still_loaded(
+    redis_server: EmbeddedValkey, connect: Connect
+) -> None:
+    """Nothing is stored then, and the tier says why."""
+    names = fill(connect(redis_server.address), 2, "ann")
+    rights = b"+hello +ping +select +get +set +exists +unlink +info".split()
+    tell(redis_server, b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~lamina:*", b"-@all", *rights)
+    tier = connect(replace(redis_server.address, user="kv", password="pw"))
+    tier.set_quotas({})
+    assert put(tier, keys(2), blocks(2)) == (Outcome.UNAVAILABLE,) * 2
+    assert "NOPERM" in tier.trouble
+    assert lookup(tier, names) == Tally(2, OK)
+    assert load(tier, names, room(2)) == (OK, OK)
+    assert tier.usage().by_namespace == {}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "list"])
+def test_a_damaged_value_is_not_paid_for(redis_server: EmbeddedValkey, connect: Connect, damage: str) -> None:
+    """Once somebody noticed, it is gone, and a put of the same block is not answered with "it is there"."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 10)
+    look = _Looker(redis_server, tier)
+    names, values, into = keys(3, "ann"), blocks(3), room(3)
+    put(tier, names, values)
+    key = look.values + names[1].id.hex().encode()
+    stored = tell(redis_server, b"GET", key)
+    assert isinstance(stored, bytes)
+    tell(redis_server, b"DEL", key)
+    flipped = stored[:500] + bytes([stored[500] ^ 1]) + stored[501:]
+    written = {
+        "flipped": (b"SET", key, flipped),
+        "truncated": (b"SET", key, stored[:-1]),
+        "list": (b"RPUSH", key, b"x"),
+    }
+    tell(redis_server, *written[damage])
+    assert load(tier, names, into) == (OK, Outcome.CORRUPT, OK)
+    assert tier.settle(PATIENCE_S)
+    assert used(tier) == {"ann": 2}
+    assert put(tier, names, values) == (OK,) * 3
+    assert load(tier, names, into) == (OK,) * 3
+    assert into == values
+    assert look.contradictions() == []
+
+
+def test_all_keys_share_a_cluster_slot(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Blocks and ledger: a script may touch all of them."""
+    tier = connect(redis_server.address, replace(CONFIG, ttl_s=1000.0))
+    set_quotas(tier, 100, ann=quota(limit=3))
+    fill(tier, 3, "ann")
+    fill(tier, 2, "bob")
+    names = tell(redis_server, b"KEYS", b"*")
+    assert isinstance(names, list)
+    tags = {bytes(name).partition(b"{")[2].partition(b"}")[0] for name in names if isinstance(name, bytes)}
+    assert len(tags) == 1
+    assert all(bytes(name).startswith(b"lamina:{") for name in names if isinstance(name, bytes))
+
+
+def test_compressed_blocks_are_charged_what_they_take(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Not what they might have taken."""
+    if "zstd" not in EXACT_CODECS:
+        pytest.skip("zstandard is not installed")
+    tier = connect(redis_server.address, codec="zstd")
+    set_quotas(tier, 10)
+    names = keys(3, "ann")
+    assert put(tier, names, [memoryview(bytes(BLOCK_BYTES))] * 3) == (OK,) * 3
+    assert used(tier) == {"ann": 0}
+    assert 0 < tier.usage().bytes < 1000
+    assert _Looker(redis_server, tier).contradictions() == []
+
+
+def test_closing_leaves_no_thread(shared_server: EmbeddedValkey, connect: Connect) -> None:
+    tier = RedisTier(shared_server.address, BlockCodec(LAYOUT, BLOCK_BYTES), CONFIG, name="leak")
+    set_quotas(tier, 10)
+    names = fill(tier, 2, "ann")
+    load(tier, names, room(2))
+    tier.close()
+    tier.close()
+    assert not any(thread.name.startswith("lamina-leak") for thread in threading.enumerate())
+
+
+def _until(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
