@@ -143,6 +143,26 @@ def test_a_ready_server_answers_and_recovers_from_a_dead_engine(demo_model: Path
         assert server.engine.pid != engine.pid
 
 
+def test_the_command_line_finds_the_server_of_its_folder(demo_model: Path, home: Path, key: str) -> None:
+    """`lamina kv` needs neither address nor key, and a tenant's key does not open what it uses."""
+
+    def lamina(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "from lamina.cli.main import app; app()", "kv", *arguments]
+        return subprocess.run(command, env=os.environ | {"LAMINA_HOME": str(home)}, capture_output=True, text=True)
+
+    with serving(demo_model, home, key) as server, server.client() as client:
+        assert client.get("/operator/kv").status_code == 401
+        top = lamina("top", "--json")
+        assert top.returncode == 0, top.stderr
+        assert json.loads(top.stdout)["server"] == server.url
+        verified = lamina("verify")
+        assert (verified.returncode, "All sound." in verified.stdout) == (0, True), verified.stderr
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+    assert not (home / "address").exists()
+    assert json.loads(lamina("top", "--json").stdout)["server"] is None
+
+
 def test_sigterm_under_load_ends_streams_and_leaves_nothing(demo_model: Path, home: Path, key: str) -> None:
     """Running streams end with an error event after the grace time, exit status 0, no process and no socket remain."""
     with serving(demo_model, home, key) as server, server.client() as client:

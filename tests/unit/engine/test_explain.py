@@ -350,3 +350,33 @@ def test_what_the_store_lost_was_lost_by_the_store() -> None:
     world.begin(choice)
     world.end(choice)
     assert world.misses() == {("store", "ttl"): 1, ("store", "pressure"): 1, ("none", "never_stored"): 2}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_a_crowd_each_block_is_counted_once(tmp_path: Path, seed: int) -> None:
+    """Whatever the store does, whoever shares, is preempted or cancelled: found or missing, once, as usage says."""
+    below = Below(host=10, store=MemoryStore(), seed=seed or None)
+    core = tiny_core(tmp_path, tiers=below, num_blocks=20, max_batch_tokens=48, max_running=4)
+    dice = random.Random(seed)
+    items, events = [], []
+    for number in range(24):
+        item = long(dice.randrange(5), f"r{number}", tail=dice.randrange(3))
+        items.append(item)
+        core.submit(item)
+        for _ in range(dice.randrange(6)):
+            events += core.step()
+        if dice.random() < 0.1:
+            core.cancel(dice.choice(items).request_id)
+    while core.has_work():
+        events += core.step()
+        core.check_integrity()
+    (ann,) = core.inspector.prefixes().tenants
+    hits, misses = sum(number for _, number in ann.hits), sum(number for *_, number in ann.misses)
+    cached: dict[str, int] = {}
+    for event in events:
+        cached[event.request_id] = max(cached.get(event.request_id, 0), event.cached_tokens)
+    assert sum(cached.values()) == 16 * hits
+    begun = {event.request_id for event in events if event.token_ids}
+    assert 5 * len(begun) <= hits + misses <= 5 * len(items)
+    assert core.scheduler.running == []
+    core.close()

@@ -18,6 +18,9 @@ from lamina_kvtier import (
     OutOfBlocks,
     PrefixMatch,
 )
+from lamina_kvtier.ghosts import Ghost, Ghosts
+from lamina_kvtier.quota import Quota, QuotaBook
+from lamina_kvtier.reasons import Reason
 
 
 def name(number: int) -> bytes:
@@ -470,3 +473,49 @@ def test_a_block_is_shared_while_two_tables_hold_it() -> None:
     manager.release([block])
     with pytest.raises(BlockMisuse, match="nobody holds it"):
         manager.is_shared(block)
+
+
+# What was evicted
+
+
+def test_without_ghosts_nothing_is_remembered() -> None:
+    manager = KvManager(1)
+    cached(manager, 1)
+    manager.allocate(1)
+    assert manager.ghost_of(name(1)) is None
+    assert manager.ghost_rooms == []
+
+
+def test_evicted_blocks_are_remembered_until_they_are_back() -> None:
+    """With the room that would have kept them; a block that is forgotten has the reason that was given."""
+    manager = KvManager(2, ghosts=Ghosts([1, 2]))
+    cached(manager, 1)
+    cached(manager, 2)
+    manager.release(manager.allocate(2))
+    assert (manager.ghost_of(name(1)), manager.ghost_of(name(2))) == (
+        Ghost(Reason.PRESSURE, 3),
+        Ghost(Reason.PRESSURE, 1),
+    )
+    assert manager.ghost_rooms == [1, 3]
+    cached(manager, 1)
+    assert manager.ghost_of(name(1)) is None
+    assert manager.holds(name(1))
+    assert manager.known() == [name(1)]
+    manager.forget([name(1)], Reason.INTEGRITY)
+    assert manager.ghost_of(name(1)) == Ghost(Reason.INTEGRITY, 1)
+    assert not manager.holds(name(1))
+
+
+def test_an_owner_at_its_limit_lost_it_to_itself() -> None:
+    """Everything else that the order of reclaim takes is for want of room."""
+    quotas = QuotaBook(4)
+    quotas.load({"a": Quota(0, 1), "b": Quota(0, 4)})
+    manager = KvManager(4, quotas=quotas, ghosts=Ghosts([8]))
+    for owner, number in (("a", 1), ("a", 2), ("b", 3), ("b", 4), ("b", 5), ("b", 6)):
+        (block,) = manager.allocate(1, owner=owner)
+        manager.publish(block, name(number))
+        manager.release([block])
+    lost = {number: ghost.reason for number in range(1, 7) if (ghost := manager.ghost_of(name(number))) is not None}
+    assert lost.pop(1) is Reason.OWN_QUOTA
+    assert lost
+    assert set(lost.values()) == {Reason.PRESSURE}
