@@ -257,8 +257,8 @@ class PoisonedBelow(Below):
         kv.poison = pool.poison = self._host.poison = self.poison
         return tiers
 
-    def host_tier(self, block_bytes: int) -> HostTier:
-        self._host = _PoisonedHost(self.host, block_bytes)
+    def host_tier(self, arena: HostBlocks) -> HostTier:
+        self._host = _PoisonedHost(self.host, arena.block_bytes)
         return self._host
 
     def mover(self, pool: BlockPool, arena: HostBlocks) -> BlockMover:

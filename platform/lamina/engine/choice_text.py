@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lamina.engine.detokenize import Speller, TextStream
 from lamina.engine.failures import error_of
 from lamina.errors import EngineInternal, EngineUnavailable
-from lamina.types import EngineFailure, FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from lamina.types import CachedTokens, EngineFailure, FinishReason, SamplingParams, TokenEvent, TokenLogprob
 
 __all__ = ["ChoiceDelta", "ChoiceText"]
 
@@ -26,7 +26,12 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     stop_string: str | None = None
-    cached_tokens: int = 0
+    queued_s: float | None = None  # seconds that the request waited for its start; once per request
+    cached_by_tier: CachedTokens = field(default_factory=CachedTokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_by_tier.total
 
 
 class ChoiceText:
@@ -51,7 +56,8 @@ class ChoiceText:
                 logprobs=event.logprobs[: pushed.tokens_used],
                 finish_reason=FinishReason.STOP,
                 stop_string=pushed.stop_string,
-                cached_tokens=event.cached_tokens,
+                queued_s=event.queued_s,
+                cached_by_tier=event.cached_by_tier,
             )
         self.done = event.finish_reason is not None
         return ChoiceDelta(
@@ -60,7 +66,8 @@ class ChoiceText:
             token_ids=event.token_ids,
             logprobs=event.logprobs[: len(visible)],
             finish_reason=event.finish_reason,
-            cached_tokens=event.cached_tokens,
+            queued_s=event.queued_s,
+            cached_by_tier=event.cached_by_tier,
         )
 
 

@@ -14,9 +14,9 @@ from lamina.errors import EngineOverloaded
 from lamina.gateway.completion import stream_choices
 from lamina.gateway.deps import GatewayDeps
 from lamina.gateway.merge import merge
-from lamina.gateway.schemas.common import PromptTokensDetails, Usage
+from lamina.gateway.schemas.common import CachedTokensByTier, PromptTokensDetails, Usage
 from lamina.tenancy.principal import Principal
-from lamina.types import GenerationRequest, SamplingParams
+from lamina.types import CachedTokens, GenerationRequest, SamplingParams
 
 __all__ = ["Generation", "Job", "Target", "resolve_model"]
 
@@ -97,11 +97,12 @@ class Generation:
     def __init__(self, deps: GatewayDeps, job: Job, arrived: float) -> None:
         self.job = job
         self._timeout_s = deps.config.first_event_timeout_s
+        self._metrics = deps.metrics
         streams = [_renumbered(deps, job, position) for position in range(len(job.requests))]
         self._deltas = deps.metrics.timed(merge(streams), arrived)
         self._starting: asyncio.Task[ChoiceDelta] | None = None
         self._completion_tokens = 0
-        self._cached = [0] * len(job.requests)
+        self._cached = [CachedTokens()] * len(job.requests)
 
     async def start(self, *, patience_s: float | None = None) -> None:
         """Waits for the first delta, at most `patience_s` seconds: `deltas()` waits for it then.
@@ -145,14 +146,27 @@ class Generation:
             prompt_tokens=prompt,
             completion_tokens=self._completion_tokens,
             total_tokens=prompt + self._completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self._cached)),
+            prompt_tokens_details=_details(self._cached),
         )
 
     def _counted(self, delta: ChoiceDelta) -> ChoiceDelta:
         prompt = delta.index // self.job.n
         self._completion_tokens += len(delta.token_ids)
-        self._cached[prompt] = max(self._cached[prompt], delta.cached_tokens)
+        if delta.queued_s is not None:
+            tenant = self.job.requests[prompt].tenant
+            self._metrics.queue_wait.labels(tenant).observe(delta.queued_s)
+        self._cached[prompt] = max(self._cached[prompt], delta.cached_by_tier, key=lambda cached: cached.total)
         return delta
+
+
+def _details(cached: Sequence[CachedTokens]) -> PromptTokensDetails:
+    by_tier = CachedTokensByTier(
+        gpu=sum(each.gpu for each in cached),
+        host=sum(each.host for each in cached),
+        store=sum(each.store for each in cached),
+    )
+    total = sum(each.total for each in cached)
+    return PromptTokensDetails(cached_tokens=total, cached_tokens_by_tier=by_tier)
 
 
 async def _renumbered(deps: GatewayDeps, job: Job, position: int) -> AsyncGenerator[ChoiceDelta, None]:

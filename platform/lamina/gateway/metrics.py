@@ -9,7 +9,7 @@ endpoint picker of the Gateway API inference extension is to be configured with 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,7 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lamina.engine.choice_text import ChoiceDelta
-from lamina.types import EngineInfo, EngineStats, TenantBlocks
+from lamina.gateway.kv_metrics import kv_metrics
+from lamina.gateway.shares import Shares
+from lamina.types import EngineInfo, EngineStats
 
 __all__ = ["GatewayMetrics"]
 
@@ -64,6 +66,13 @@ class GatewayMetrics:
         )
         self.in_flight = Gauge("lamina_http_requests_in_flight", "Open requests.", registry=self.registry)
         self.ttft = self._histogram("time_to_first_token", "Arrival to first token.", SECONDS)
+        self.queue_wait = Histogram(
+            "lamina_queue_wait_seconds",
+            "Arrival in the engine to start, by tenant.",
+            ("tenant",),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
         self.itl = self._histogram("inter_token_latency", "Gap between tokens of one choice.", ITL_SECONDS)
         self.e2e = self._histogram("e2e_request_latency", "Arrival to last token.", SECONDS)
 
@@ -87,11 +96,8 @@ class GatewayMetrics:
                 yield delta
         self.e2e.observe(time.perf_counter() - arrived)
 
-    def render(self, info: EngineInfo | None, stats: EngineStats | None, shares: Sequence[TenantBlocks] = ()) -> bytes:
-        """The exposition text; None while there is no engine (`lamina_engine_up` is 0 then).
-
-        `shares` name tenants by id where the engine names namespaces.
-        """
+    def render(self, info: EngineInfo | None, stats: EngineStats | None, shares: Shares | None = None) -> bytes:
+        """The exposition text; None while there is no engine (`lamina_engine_up` is 0 then), or no database."""
         self._engine.info, self._engine.stats, self._engine.shares = info, stats, shares
         return generate_latest(self.registry)
 
@@ -102,7 +108,7 @@ class GatewayMetrics:
 class _EngineCollector(Collector):
     info: EngineInfo | None = None
     stats: EngineStats | None = None
-    shares: Sequence[TenantBlocks] = ()
+    shares: Shares | None = None
 
     def describe(self) -> Iterable[Metric]:
         return ()  # nothing to ask at registration: there may be no engine yet
@@ -114,7 +120,8 @@ class _EngineCollector(Collector):
             yield from _totals(self.stats)
             yield from _blocks(self.info, self.stats)
             yield from _adapters(self.stats)
-            yield from _shares(self.shares)
+            if self.shares is not None:
+                yield from kv_metrics(self.shares, self.info.block_bytes)
 
 
 def _totals(stats: EngineStats) -> Iterable[Metric]:
@@ -136,23 +143,6 @@ def _blocks(info: EngineInfo, stats: EngineStats) -> Iterable[Metric]:
     )
     config.add_metric([str(info.block_size), str(info.num_blocks)], 1)
     yield config
-
-
-def _shares(shares: Sequence[TenantBlocks]) -> Iterable[Metric]:
-    blocks = GaugeMetricFamily("lamina_kv_tenant_blocks", "Blocks of the pool by tenant.", labels=["tenant", "state"])
-    evicted = CounterMetricFamily(
-        "lamina_kv_evicted_blocks", "Cached blocks lost, by owner and reason.", labels=["tenant", "reason"]
-    )
-    hits = CounterMetricFamily("lamina_kv_pin_hits", "Requests that found a pinned prefix.", labels=["tenant"])
-    for share in shares:
-        for state in ("active", "cached", "pinned", "pending"):
-            blocks.add_metric([share.namespace, state], getattr(share, state))
-        for reason, count in share.evictions:
-            evicted.add_metric([share.namespace, reason], count)
-        hits.add_metric([share.namespace], share.pin_hits)
-    yield blocks
-    yield evicted
-    yield hits
 
 
 def _adapters(stats: EngineStats) -> Iterable[Metric]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from lamina.config import EngineConfig
+from lamina.engine.fingerprint import fingerprint_of
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
 from lamina.engine.tiers import KvTiers, NoTiers, Tiers
@@ -50,8 +51,9 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     mover = BlockMover(pool.data, arena, costs=calibrate(device, kernels), kernels=kernels)
     # What two steps can take at most: they must not evict what is not saved yet.
     low_water = min(2 * config.max_batch_tokens // config.block_size, pool.num_blocks)
-    commons = HostCommons.of_slots(kv, slots, pool.block_bytes) if config.host_kv_bytes else None
-    host = HostTier(slots, pool.block_bytes) if commons is None else commons.tier
+    seal = fingerprint_of(arena)
+    commons = HostCommons.of_slots(kv, slots, pool.block_bytes, seal=seal) if config.host_kv_bytes else None
+    host = HostTier(slots, pool.block_bytes, seal=seal) if commons is None else commons.tier
     return KvTiers(kv, host, arena, mover, store, low_water=low_water, commons_of_host=commons)
 
 
