@@ -66,6 +66,9 @@ class PinCounts:
     def has(self, namespace: str, identity: BlockId) -> bool:
         return (namespace, identity) in self._counts
 
+    def count(self, namespace: str, identity: BlockId) -> int:
+        return self._counts.get((namespace, identity), 0)
+
     def add(self, namespace: str, identity: BlockId) -> bool:
         """Adds a lease; True if it is the first."""
         count = self._counts.get((namespace, identity), 0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from lamina_kvtier.blocks import ReferenceCounts
+from lamina_kvtier.blocks import PinCounts, ReferenceCounts
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.prefix_index import PrefixIndex
 from lamina_kvtier.tier import BlockKey
@@ -34,7 +33,7 @@ class HostBooks:
         self.index = PrefixIndex(num_slots)  # what can be found
         self.holds = ReferenceCounts(num_slots)
         self.touched: set[int] = set()  # held slots that somebody has used since they were held first
-        self.pins: Counter[BlockId] = Counter()  # leases by identity, also of blocks that are not here
+        self.pins = PinCounts()  # leases by who pays and identity, also of blocks that are not here
         self.victims = Victims(num_slots)  # known, not held, not pinned
         self.charged: dict[str, int] = {}  # slots by namespace, but for free ones
 
@@ -42,6 +41,10 @@ class HostBooks:
         key = self.keys[slot]
         assert key is not None
         return key
+
+    def is_pinned(self, key: BlockKey) -> bool:
+        """Whether whoever pays for the block has a lease on it."""
+        return self.pins.has(key.namespace, key.id)
 
     def occupy(self, slot: int, key: BlockKey) -> Reservation:
         """`slot`, just taken from `free`, will be written."""
@@ -65,14 +68,14 @@ class HostBooks:
     def queue_last(self, slot: int) -> None:
         """`slot`, known and not held, was used: the last victim, unless it is pinned."""
         key = self.key_at(slot)
-        if key.id not in self.pins:
+        if not self.is_pinned(key):
             self.victims.push_back(slot, key.namespace)
             self.policy.rested(slot)
 
     def queue_first(self, slot: int) -> None:
         """`slot`, known and not held, may go: the next victim, unless it is pinned."""
         key = self.key_at(slot)
-        if key.id not in self.pins:
+        if not self.is_pinned(key):
             self.victims.push_front(slot, key.namespace)
             self.policy.rested(slot)
 

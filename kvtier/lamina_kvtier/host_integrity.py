@@ -38,7 +38,8 @@ def _states(books: HostBooks) -> list[str]:
             found.append(f"slot {slot}: free slots, and only they, have no key")
         if known is not None and (key is None or key.id != known):
             found.append(f"slot {slot}: it is found by an identity that is not its key's")
-        evictable = known is not None and held == 0 and known not in books.pins
+        pinned = key is not None and books.is_pinned(key)
+        evictable = known is not None and held == 0 and not pinned
         if evictable != (slot in books.victims):
             found.append(f"slot {slot}: {'missing from' if evictable else 'wrongly in'} the queue of victims")
         if slot in books.touched and held == 0:
@@ -60,7 +61,7 @@ def _writes(books: HostBooks) -> list[str]:
     for slot, reservation in books.writing.items():
         if reservation.slot != slot or books.keys[slot] is not reservation.key:
             found.append(f"slot {slot}: its reservation is for another slot or block")
-    if any(count < 1 for count in books.pins.values()):
+    if any(books.pins.count(*lease) < 1 for lease in books.pins):
         found.append("an identity has less than one pin")
     return found
 

@@ -9,7 +9,7 @@
 
 It touches no memory: the arena is `HostBlocks`, and `BlockMover` and the tiers below move the bytes. What they are
 owed is what the states say: a slot being written is neither found nor reused, a held one (promoted, or written to a
-tier below) is not reused, a pinned one (a lease on its identity) is never evicted.
+tier below) is not reused, a pinned one (whoever pays for it has a lease on its identity) is never evicted.
 
     free + writing + held + cached (evictable) + pinned (and not held) == total
 """
@@ -17,11 +17,12 @@ tier below) is not reused, a pinned one (a lease on its identity) is never evict
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lamina_kvtier.errors import BlockMisuse, IntegrityError
-from lamina_kvtier.ghosts import Ghosts, segments_for
+from lamina_kvtier.ghosts import Ghost, Ghosts, segments_for
 from lamina_kvtier.host_books import HostBooks, Reservation
 from lamina_kvtier.host_integrity import find_violations
 from lamina_kvtier.identity import BlockId
@@ -29,7 +30,19 @@ from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import BlockKey
 from lamina_kvtier.victims import LeastRecent, ReclaimPolicy
 
-__all__ = ["HostTier", "HostUsage", "Reservation"]
+__all__ = ["HostTier", "HostUsage", "PinWatcher", "Reservation"]
+
+
+class PinWatcher(Protocol):
+    """Hears of blocks that whoever pays for them has pinned."""
+
+    def arrived(self, key: BlockKey) -> None:
+        """It is stored, and stays while it is pinned."""
+        ...
+
+    def lost(self, key: BlockKey) -> None:
+        """It was forgotten."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +76,23 @@ class HostTier:
         *,
         policy: ReclaimPolicy | None = None,
         ghosts: Ghosts | None = None,
+        seal: Callable[[int], int] | None = None,
     ) -> None:
-        """Raises BlockMisuse. policy: whose block goes; default: the least recently used, whoever pays for it."""
+        """Raises BlockMisuse. policy: whose block goes; default: the least recently used, whoever pays for it.
+
+        seal: a checksum of what lies in a slot, taken when it is committed and compared by `broken`.
+        """
         if num_slots < 0 or block_bytes < 1:
             raise BlockMisuse(f"No host tier has {num_slots} slots of {block_bytes} bytes.")
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.evictions: Counter[tuple[str, Reason]] = Counter()  # blocks lost, by namespace; these only grow
         self.refusals: Counter[tuple[str, Reason]] = Counter()  # blocks not stored for want of room
-        self.misses: Counter[tuple[str, Reason]] = Counter()  # see `count_miss`
-        self.ghost_hits: Counter[tuple[str, int]] = Counter()  # misses by the bytes that would have made them hits
         self._policy = LeastRecent() if policy is None else policy
         self._ghosts = Ghosts(segments_for(num_slots)) if ghosts is None else ghosts
         self._books = HostBooks(num_slots, self._policy)
+        self._watcher: PinWatcher | None = None
+        self._seal = seal
+        self._seals: dict[int, int] = {}  # by committed slot, until it is committed again
 
     # What is there
 
@@ -123,8 +141,12 @@ class HostTier:
                 self._books.vacate(slot)
                 continue
             del self._books.arriving[identity]
+            if self._seal is not None:
+                self._seals[slot] = self._seal(slot)
             self._books.index.insert(slot, identity)
             self._books.queue_last(slot)
+            if self._watcher is not None and self._books.is_pinned(reservation.key):
+                self._watcher.arrived(reservation.key)
 
     def abandon(self, reservations: Sequence[Reservation]) -> None:
         """They will not be written, and nobody writes there any more."""
@@ -170,27 +192,41 @@ class HostTier:
 
     # Pins
 
-    def pin(self, ids: Iterable[BlockId]) -> None:
-        """A lease on each identity, stored or not yet: while it has one it is never evicted. They are counted."""
-        for identity in ids:
-            self._books.pins[identity] += 1
-            slot = self._books.index.block_of(identity)
-            if slot is not None:
-                self._books.wake(slot)
+    def pin(self, ids: Iterable[BlockId], namespace: str) -> None:
+        """One more lease on each identity: blocks of `namespace` that have it, now or later, are never evicted.
 
-    def unpin(self, ids: Sequence[BlockId]) -> None:
+        Quotas for pins are the caller's to keep (`pins.py`).
+        """
+        for identity in ids:
+            if self._books.pins.add(namespace, identity):
+                slot = self._paid_by(namespace, identity)
+                if slot is not None:
+                    self._books.wake(slot)
+
+    def unpin(self, ids: Sequence[BlockId], namespace: str) -> None:
         """Ends one lease on each. The last victims from now on, tail before head."""
-        pins = self._books.pins
-        for identity, times in Counter(ids).items():
-            if pins.get(identity, 0) < times:
-                raise BlockMisuse(f"Cannot unpin {identity.hex()[:12]} {times} times: it has {pins[identity]} pins.")
+        self._books.pins.require_droppable(namespace, ids)
         for identity in reversed(ids):
-            pins[identity] -= 1
-            if pins[identity] == 0:
-                del pins[identity]
-                slot = self._books.index.block_of(identity)
+            if self._books.pins.drop(namespace, identity):
+                slot = self._paid_by(namespace, identity)
                 if slot is not None and self._books.holds[slot] == 0:
                     self._books.queue_last(slot)
+
+    def is_leased(self, identity: BlockId, namespace: str) -> bool:
+        """Whether `namespace` has pinned this identity, stored or not."""
+        return self._books.pins.has(namespace, identity)
+
+    def leases(self) -> Iterator[tuple[str, BlockId]]:
+        """Every pinned identity and who has pinned it."""
+        return iter(self._books.pins)
+
+    def stores(self, identity: BlockId) -> bool:
+        """Whether it is here and complete."""
+        return self._books.index.block_of(identity) is not None
+
+    def watch_pinned(self, watcher: PinWatcher) -> None:
+        """From now on `watcher` hears when a pinned block is stored, and when one is forgotten."""
+        self._watcher = watcher
 
     # Losing
 
@@ -217,23 +253,44 @@ class HostTier:
 
     # Explaining
 
-    def explain(self, identity: BlockId) -> Reason:
-        """Why it is not here: what it was lost for, as far as that is remembered. Changes nothing."""
-        ghost = self._ghosts.find(identity)
-        return Reason.NEVER_STORED if ghost is None else ghost.reason
+    def ghost_of(self, identity: BlockId) -> Ghost | None:
+        """Why this block was lost or refused, and how much more room would have kept it; None: not, or long ago."""
+        return self._ghosts.find(identity)
 
-    def count_miss(self, key: BlockKey) -> Reason:
-        """A request wanted this block and no tier had it: counts and returns why."""
-        ghost = self._ghosts.find(key.id)
-        reason = Reason.NEVER_STORED if ghost is None else ghost.reason
-        if ghost is not None and reason in (Reason.PRESSURE, Reason.OWN_QUOTA):
-            self.ghost_hits[key.namespace, ghost.extra_blocks * self.block_bytes] += 1
-        self.misses[key.namespace, reason] += 1
-        return reason
+    @property
+    def ghost_rooms(self) -> list[int]:
+        """What `ghost_of(...).extra_blocks` can be, smallest first."""
+        return self._ghosts.rooms
 
-    def bytes_of(self, namespace: str) -> int:
+    def stored(self) -> list[int]:
+        """Slots whose blocks can be found, in no order. O(slots)."""
+        return [slot for slot in range(self.num_slots) if self._books.index.identity_of(slot) is not None]
+
+    def broken(self, slots: Iterable[int]) -> list[int]:
+        """Of these slots, those whose block is stored, but no longer what was committed: somebody wrote over it."""
+        if self._seal is None:
+            return []
+        known = [slot for slot in slots if self._books.index.identity_of(slot) is not None]
+        return [slot for slot in known if self._seal(slot) != self._seals[slot]]
+
+    def slots_of(self, namespace: str) -> int:
         """What a namespace pays for here, slots being written included."""
-        return self._books.charged.get(namespace, 0) * self.block_bytes
+        return self._books.charged.get(namespace, 0)
+
+    def evictable_slots_of(self, namespace: str) -> int:
+        """How many of those it could lose: neither held nor pinned nor being written."""
+        return self._books.victims.count(namespace)
+
+    def pinned_by_owner(self) -> dict[str, int]:
+        """Blocks that are here and pinned by who pays for them, held or not. O(pinned identities)."""
+        found: Counter[str] = Counter()
+        for namespace, identity in self._books.pins:
+            found[namespace] += self._paid_by(namespace, identity) is not None
+        return dict(found)
+
+    def writing_by_owner(self) -> dict[str, int]:
+        """Blocks that are being written. O(those)."""
+        return dict(Counter(reservation.key.namespace for reservation in self._books.writing.values()))
 
     def usage(self) -> HostUsage:
         """O(namespaces)."""
@@ -257,6 +314,11 @@ class HostTier:
             raise IntegrityError(violations)
 
     # Inside
+
+    def _paid_by(self, namespace: str, identity: BlockId) -> int | None:
+        """The slot that is known by `identity`, if `namespace` pays for it."""
+        slot = self._books.index.block_of(identity)
+        return slot if slot is not None and self._books.key_at(slot).namespace == namespace else None
 
     def _reserve(self, key: BlockKey) -> Reservation | None:
         if self.knows(key.id):
@@ -299,6 +361,8 @@ class HostTier:
         self._books.wake(slot)
         if self._books.holds[slot] == 0:
             self._books.vacate(slot)
+        if self._watcher is not None and self._books.is_pinned(key):
+            self._watcher.lost(key)
 
     def _drop(self, slot: int) -> None:
         books = self._books

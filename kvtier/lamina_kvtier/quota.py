@@ -48,6 +48,15 @@ class Quota:
         if not math.isfinite(self.weight) or self.weight <= 0:
             raise InvalidQuota(f"Quota.weight must be positive and finite, not {self.weight}.")
 
+    def in_units(self, size: int) -> Quota:
+        """The same rights, counted in units of `size`: what is reserved rounds up, the limits round down.
+
+        So nobody gets less than was promised nor more than is allowed; a limit that ends within a unit cuts what is
+        reserved with it.
+        """
+        limit = self.limit // size
+        return Quota(min(-(-self.reserved // size), limit), limit, self.pin_limit // size, self.weight)
+
 
 class QuotaBook:
     """The quotas of one tier. All reservations together never exceed `capacity - headroom`.
@@ -96,12 +105,17 @@ class QuotaBook:
         left = self.coverable - (self._reserved - quota.reserved)
         return max(0, min(quota.limit, left) - quota.pin_limit)
 
-    def load(self, policies: Mapping[str, Quota]) -> None:
-        """Replaces all quotas at once, or none. Raises QuotaNotCoverable."""
+    def require_coverable(self, policies: Mapping[str, Quota]) -> None:
+        """Raises QuotaNotCoverable if `load` would."""
         reserved = sum(quota.reserved for quota in policies.values())
         if reserved > self.coverable:
             raise QuotaNotCoverable(None, limit=self.coverable, need=reserved, have=self.coverable)
-        self._quotas, self._reserved, self.loaded = dict(policies), reserved, True
+
+    def load(self, policies: Mapping[str, Quota]) -> None:
+        """Replaces all quotas at once, or none. Raises QuotaNotCoverable."""
+        self.require_coverable(policies)
+        self._quotas, self.loaded = dict(policies), True
+        self._reserved = sum(quota.reserved for quota in policies.values())
         self._tell(None)
 
     def set(self, namespace: str, quota: Quota) -> None:

@@ -327,7 +327,7 @@ class TenantPrefixes:
     namespace: str
     hits: tuple[tuple[str, int], ...] = ()  # (tier, blocks)
     misses: tuple[tuple[str, str, int], ...] = ()  # (tier that lost it last or "none", reason, blocks)
-    ghost_hits: tuple[tuple[str, int, int], ...] = ()  # (tier, bytes, blocks): misses that so much more room would spare
+    ghost_hits: tuple[tuple[str, int, int], ...] = ()  # (tier, bytes, blocks): misses that so much room would spare
     declined: tuple[tuple[str, str, int], ...] = ()  # (tier, reason, blocks): not kept, or not brought up
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fixtures.engines import collect, drive, request, tiny_core
 from lamina.engine.commons import Commons
 from lamina.errors import ExceedsQuota, LimitExceeded, QuotaNotCoverable
-from lamina.types import FinishReason, GenerationRequest, PinOrder, PinRecord, QuotaPolicy
+from lamina.types import FinishReason, GenerationRequest, PinOrder, PinRecord, QuotaPolicy, TierQuota
 from lamina.wiring.backends import Backend, TorchBackend
 from support.ahead import AheadBackend
 
@@ -23,6 +24,7 @@ _STORE = Path(_SCRATCH.name) / "store"
 _EXPECTED: dict[tuple[object, ...], list[int]] = {}
 TENANTS = ("a", "b", "c")
 BLOCK = 16
+BLOCK_BYTES = 4096  # of the tiny model
 
 
 def expected(item: GenerationRequest) -> list[int]:
@@ -40,19 +42,21 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 @st.composite
+def quotas(draw: st.DrawFn, most: int, unit: int = 1) -> TierQuota:
+    """`most`: that may be reserved, in blocks of `unit`; bytes need not be whole blocks."""
+    reserved = draw(st.integers(0, most)) * unit
+    more = draw(st.none() | st.integers(0, 12 * unit))
+    pins = draw(st.integers(0, reserved))
+    return TierQuota(reserved=reserved, limit=None if more is None else reserved + more, pin_limit=pins)
+
+
+@st.composite
 def policies(draw: st.DrawFn) -> list[QuotaPolicy]:
-    found = []
-    for name in draw(st.sets(st.sampled_from(TENANTS))):
-        reserved = draw(st.integers(0, 8))
-        limit = draw(st.none() | st.integers(reserved, reserved + 12))
-        pins = draw(st.integers(0, reserved))
-        weight = draw(st.sampled_from([1.0, 3.0]))
-        found.append(
-            QuotaPolicy(
-                namespace=name, reserved_blocks=reserved, limit_blocks=limit, pin_limit_blocks=pins, weight=weight
-            )
-        )
-    return found
+    weights = st.sampled_from([1.0, 3.0])
+    return [
+        QuotaPolicy(namespace=name, weight=draw(weights), gpu=draw(quotas(8)), host=draw(quotas(4, BLOCK_BYTES)))
+        for name in draw(st.sets(st.sampled_from(TENANTS)))
+    ]
 
 
 class CommonsMachine(RuleBasedStateMachine):
@@ -60,8 +64,14 @@ class CommonsMachine(RuleBasedStateMachine):
 
     backend: Backend = TorchBackend()
 
-    @initialize(chunk=st.sampled_from([8, 40]), blocks=st.integers(10, 22), host=st.sampled_from([0, 1 << 20]))
-    def start(self, chunk: int, blocks: int, host: int) -> None:
+    @initialize(
+        chunk=st.sampled_from([8, 40]),
+        blocks=st.integers(10, 22),
+        host=st.sampled_from([0, 6, 14, 256]),
+        even=st.booleans(),
+    )
+    def start(self, chunk: int, blocks: int, host: int, even: bool) -> None:
+        """`host`: blocks. `even`: policy is there, and each may pin a quarter of both tiers; else there is none yet."""
         self.core = tiny_core(
             _STORE,
             backend=self.backend,
@@ -69,11 +79,16 @@ class CommonsMachine(RuleBasedStateMachine):
             max_batch_tokens=chunk,
             max_running=4,
             max_waiting=64,
-            host_kv_bytes=host,
+            host_kv_bytes=host * BLOCK_BYTES,
         )
         self.now = 1000.0
-        self.core.commons = Commons(self.core.scheduler.kv, self.core._root, clock=lambda: self.now)
-        self.core.scheduler.prefix_hit = self.core.commons.hit
+        self.host = self.core._tiers.commons_of_host
+        self.core.commons = Commons(self.core.scheduler.kv, self.core._root, self.core._tiers, clock=lambda: self.now)
+        self.saved: set[tuple[str, bytes]] = set()  # pinned in host memory and computed: it must be in a tier
+        if even:
+            gpu, below = (TierQuota(reserved=n // 4, pin_limit=n // 4) for n in (blocks, host * BLOCK_BYTES))
+            each = [QuotaPolicy(namespace=name, gpu=gpu, host=below if host else TierQuota()) for name in TENANTS]
+            self.core.commons.set_quotas(each)
         self.requests: dict[str, GenerationRequest] = {}
         self.orders: dict[str, PinOrder] = {}
         self.cancelled: set[str] = set()
@@ -84,14 +99,31 @@ class CommonsMachine(RuleBasedStateMachine):
     @rule(wanted=policies())
     def set_quotas(self, wanted: list[QuotaPolicy]) -> None:
         before = self.core.commons.report()
-        if sum(policy.reserved_blocks for policy in wanted) > before.coverable:
-            with pytest.raises(QuotaNotCoverable) as refusal:
-                self.core.commons.set_quotas(wanted)
-            assert refusal.value.need > refusal.value.have
-            assert self.core.commons.report().loaded == before.loaded
+        tier = self.uncovered(wanted)
+        if tier is None:
+            self.core.commons.set_quotas(wanted)
+            self.changed = True
             return
-        self.core.commons.set_quotas(wanted)
-        self.changed = True
+        with pytest.raises(QuotaNotCoverable) as refusal:
+            self.core.commons.set_quotas(wanted)
+        assert refusal.value.need > refusal.value.have
+        assert refusal.value.tier == tier
+        assert self.core.commons.report() == before
+
+    def uncovered(self, wanted: list[QuotaPolicy]) -> str | None:
+        """The first tier that cannot cover this policy."""
+        report = self.core.commons.report()
+        if sum(policy.gpu.reserved for policy in wanted) > report.coverable:
+            return "gpu"
+        if report.host is None:
+            return "host" if any(policy.host.reserved for policy in wanted) else None
+        slots = [self.slots(policy.host) for policy in wanted]
+        return "host" if sum(slots) > (report.host.coverable or 0) // BLOCK_BYTES else None
+
+    def slots(self, quota: TierQuota) -> int:
+        """What is reserved, in whole blocks: rounded up, but no limit is exceeded."""
+        reserved = -(-quota.reserved // BLOCK_BYTES)
+        return reserved if quota.limit is None else min(reserved, quota.limit // BLOCK_BYTES)
 
     @rule(
         seed=st.integers(0, 3),
@@ -121,11 +153,17 @@ class CommonsMachine(RuleBasedStateMachine):
         self.core.cancel(name)
         self.cancelled.add(name)
 
-    @rule(seed=st.integers(0, 3), length=st.sampled_from([8, 33, 60]), tenant=st.sampled_from(TENANTS))
-    def pin(self, seed: int, length: int, tenant: str) -> None:
-        order = PinOrder(namespace=tenant, token_ids=prompt(seed, length), ttl_s=10.0, hard_max_s=40.0)
+    @rule(
+        seed=st.integers(0, 3),
+        length=st.sampled_from([8, 33, 60]),
+        tenant=st.sampled_from(TENANTS),
+        floor=st.sampled_from(["gpu", "host"]),
+    )
+    def pin(self, seed: int, length: int, tenant: str, floor: str) -> None:
+        order = PinOrder(namespace=tenant, token_ids=prompt(seed, length), floor=floor, ttl_s=10.0, hard_max_s=40.0)
         answer = self.core.commons.pin(order)
         assert (answer.pin is None) == (answer.status == "denied")
+        assert (answer.reason == "no_such_tier") == (floor == "host" and self.host is None)
         if answer.pin is not None:
             self.orders[answer.pin.pin_id] = order
             assert answer.pin.blocks + answer.pin.clipped_blocks == length // BLOCK
@@ -152,6 +190,7 @@ class CommonsMachine(RuleBasedStateMachine):
                 order=PinOrder(
                     namespace=pin.namespace,
                     token_ids=self.orders[pin.pin_id].token_ids[: pin.blocks * BLOCK],
+                    floor=pin.floor,
                     ttl_s=pin.ttl_s,
                     hard_max_s=pin.hard_max_s,
                 ),
@@ -168,6 +207,7 @@ class CommonsMachine(RuleBasedStateMachine):
         assert sorted(pin.pin_id for pin in commons.restore(records)) == sorted(pin.pin_id for pin in pins)
         assert commons.report().pins == pins
         assert commons.restore(records) == ()
+        self.core.check_integrity()
 
     @invariant()
     def the_books_agree(self) -> None:
@@ -178,6 +218,22 @@ class CommonsMachine(RuleBasedStateMachine):
         assert sum(tenant.active for tenant in report.tenants) == usage.active
         assert sum(tenant.cached + tenant.pinned for tenant in report.tenants) == usage.cached
         assert sum(tenant.pinned for tenant in report.tenants) == usage.pinned
+        if self.host is not None:
+            below = self.host.tier.usage()
+            assert sum(tenant.host_bytes for tenant in report.tenants) == (below.total - below.free) * BLOCK_BYTES
+            assert sum(tenant.host_pending_bytes for tenant in report.tenants) == below.writing * BLOCK_BYTES
+            assert sum(tenant.host_pinned_bytes for tenant in report.tenants) >= below.pinned * BLOCK_BYTES
+            assert all(t.host_pinned_bytes + t.host_pending_bytes <= t.host_bytes for t in report.tenants)
+
+    @invariant()
+    def what_is_pinned_in_host_memory_is_never_lost(self) -> None:
+        """Once it was computed, it is on the device or below, whoever wants the room."""
+        if not hasattr(self, "core") or self.host is None:
+            return
+        pinned, kv = set(self.host.tier.leases()), self.core.scheduler.kv
+        there = {(n, i) for n, i in pinned if kv.find(i) is not None or self.host.tier.knows(i)}
+        assert self.saved & pinned <= there
+        self.saved = there
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
@@ -210,7 +266,18 @@ class CommonsMachine(RuleBasedStateMachine):
         assert ledger is not None
         assert all(account.pending == 0 for account in ledger.accounts.values())
         assert self.core.stats().blocks_active == 0
+        self.all_pinned_gets_below()
         self.core.close()
+
+    def all_pinned_gets_below(self) -> None:
+        """There is room for it, since pins come out of a reservation; copies take a moment."""
+        if self.host is None:
+            return
+        until = time.monotonic() + 20
+        while self.host.pins.due(1000) or self.host.tier.usage().writing:
+            self.core._tiers.settle()
+            assert time.monotonic() < until, "a pinned block never got into host memory"
+        self.core.check_integrity()
 
 
 class AheadCommonsMachine(CommonsMachine):

@@ -71,6 +71,21 @@ class Limits:
         return max(victims.namespaces(), key=lambda namespace: (used[namespace], namespace), default=None)
 
 
+class Watcher:
+    """Believes what it is told, and looks when somebody pins what is stored already."""
+
+    def __init__(self, tier: HostTier) -> None:
+        self.stored: set[BlockKey] = set()
+        tier.watch_pinned(self)
+
+    def arrived(self, key: BlockKey) -> None:
+        assert key not in self.stored
+        self.stored.add(key)
+
+    def lost(self, key: BlockKey) -> None:
+        self.stored.remove(key)
+
+
 @dataclass(eq=False)
 class Entry:
     """One slot that is not free."""
@@ -88,7 +103,7 @@ class NaiveHost:
         self.num_slots, self.limits = num_slots, limits
         self.entries: dict[int, Entry] = {}
         self.order: list[int] = []  # victims, next one first
-        self.pins: Counter[bytes] = Counter()
+        self.pins: Counter[tuple[str, bytes]] = Counter()
         self.ghosts: dict[bytes, Reason] = {}
         self.evictions: Counter[Any] = Counter()
         self.refusals: Counter[Any] = Counter()
@@ -183,19 +198,24 @@ class NaiveHost:
             else:
                 self.queue(slot, last=used)
 
+    def is_pinned(self, key: BlockKey) -> bool:
+        return self.pins[key.namespace, key.id] > 0
+
     def queue(self, slot: int, *, last: bool) -> None:
-        if not self.pins[self.entries[slot].key.id]:
+        if not self.is_pinned(self.entries[slot].key):
             self.order.insert(len(self.order) if last else 0, slot)
 
-    def pin(self, ids: Sequence[bytes]) -> None:
-        self.pins.update(ids)
-        self.order = [slot for slot in self.order if self.entries[slot].key.id not in ids]
+    def pin(self, ids: Sequence[bytes], namespace: str) -> None:
+        self.pins.update((namespace, identity) for identity in ids)
+        self.order = [slot for slot in self.order if not self.is_pinned(self.entries[slot].key)]
 
-    def unpin(self, ids: Sequence[bytes]) -> None:
+    def unpin(self, ids: Sequence[bytes], namespace: str) -> None:
         for identity in ids[::-1]:
-            self.pins[identity] -= 1
+            self.pins[namespace, identity] -= 1
             slot = self.slot_of(identity, "known")
-            if not self.pins[identity] and slot is not None and self.entries[slot].holds == 0:
+            if self.pins[namespace, identity] or slot is None or self.entries[slot].holds:
+                continue
+            if self.entries[slot].key.namespace == namespace:
                 self.queue(slot, last=True)
 
     def forget(self, ids: Sequence[bytes], reason: Reason) -> int:
@@ -238,6 +258,7 @@ class HostMachine(RuleBasedStateMachine):
         self.policy = Limits(by_name)
         self.real = HostTier(num_slots, BLOCK_BYTES, policy=self.policy, ghosts=Ghosts([10_000]))
         self.naive = NaiveHost(num_slots, by_name)
+        self.watcher = Watcher(self.real)
         self.arena = [POISON] * num_slots
         self.held: list[tuple[int, bytes]] = []  # every hold: the slot and what is read there
         self.seen: dict[bytes, list[BlockKey]] = {}  # identity -> its chain up to there
@@ -312,17 +333,29 @@ class HostMachine(RuleBasedStateMachine):
         self.real.put_back(slots[::-1])
         assert list(self.real._books.victims) == before
 
-    @rule(target=pins, table=tables)
-    def pin(self, table: tuple[str, list[int]]) -> list[bytes]:
+    @rule(target=pins, table=tables, stranger=st.sampled_from([None, None, *NAMESPACES]))
+    def pin(self, table: tuple[str, list[int]], stranger: str | None) -> tuple[list[bytes], str]:
+        """What somebody else pays for is not kept by a pin."""
         ids = [key.id for key in self.keys(table)]
-        self.real.pin(ids)
-        self.naive.pin(ids)
-        return ids
+        namespace = stranger or table[0]
+        self.real.pin(ids, namespace)
+        self.naive.pin(ids, namespace)
+        self.watch()
+        return ids, namespace
 
-    @rule(ids=consumes(pins))
-    def unpin(self, ids: list[bytes]) -> None:
-        self.real.unpin(ids)
-        self.naive.unpin(ids)
+    @rule(pin=consumes(pins))
+    def unpin(self, pin: tuple[list[bytes], str]) -> None:
+        self.real.unpin(*pin)
+        self.naive.unpin(*pin)
+        self.watch()
+
+    def pinned_and_stored(self) -> set[BlockKey]:
+        stored = [entry.key for entry in self.naive.entries.values() if entry.state == "known"]
+        return {key for key in stored if self.naive.is_pinned(key)}
+
+    def watch(self) -> None:
+        """Whoever pins or unpins knows it; only what happens between is told."""
+        self.watcher.stored = self.pinned_and_stored()
 
     @precondition(lambda self: not self.closed)
     @rule(table=tables, reason=st.sampled_from([Reason.TTL, Reason.DELETED, Reason.INTEGRITY]))
@@ -365,7 +398,7 @@ class HostMachine(RuleBasedStateMachine):
     def unpin_too_often(self, table: tuple[str, list[int]]) -> None:
         key = self.keys(table)[-1]
         with pytest.raises(BlockMisuse):
-            self.real.unpin([key.id] * (self.naive.pins[key.id] + 1))
+            self.real.unpin([key.id] * (self.naive.pins[key.namespace, key.id] + 1), key.namespace)
 
     # What must hold after every step
 
@@ -393,7 +426,20 @@ class HostMachine(RuleBasedStateMachine):
             known = naive.slot_of(identity, "known", "writing") is not None
             assert real.knows(identity) == known
             if not known:
-                assert real.explain(identity) is naive.ghosts.get(identity, Reason.NEVER_STORED)
+                ghost = real.ghost_of(identity)
+                assert (None if ghost is None else ghost.reason) is naive.ghosts.get(identity)
+
+    @invariant()
+    def pinned_blocks_are_counted(self) -> None:
+        assert self.watcher.stored == self.pinned_and_stored()
+        pinned = Counter(key.namespace for key in self.watcher.stored)
+        writing = [e.key.namespace for e in self.naive.entries.values() if e.state in ("writing", "unwanted")]
+        assert +Counter(self.real.pinned_by_owner()) == pinned
+        assert self.real.writing_by_owner() == Counter(writing)
+        for name in NAMESPACES:
+            assert self.real.slots_of(name) == self.naive.charged()[name]
+            idle = [slot for slot in self.naive.order if self.naive.entries[slot].key.namespace == name]
+            assert self.real.evictable_slots_of(name) == len(idle)
 
     @invariant()
     def what_is_found_or_held_is_what_was_written(self) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import torch
 
 from lamina.config import EngineConfig
+from lamina.engine.fingerprint import fingerprint_of
+from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
+from lamina.engine.tier_rates import Rates
 from lamina.engine.tiers import KvTiers
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, calibrate
 from lamina_kernels.oracles import blocks as plain_kernels
@@ -28,26 +34,36 @@ COSTS = calibrate(torch.device("cpu"), plain_kernels, budget_seconds=0.01)
 class Below:
     """Host memory of each engine, and one store for all: pass it as `tiers` of `tiny_core`."""
 
-    def __init__(self, *, host: int = 64, store: MemoryStore | None = None, seed: int | None = None) -> None:
-        """host: blocks. seed: of the store's faults; None: it works."""
+    def __init__(
+        self, *, host: int = 64, store: MemoryStore | None = None, seed: int | None = None, shared: bool = False
+    ) -> None:
+        """host: blocks. seed: of the store's faults; None: it works. shared: host memory has quotas and pins."""
+        self.shared = shared
         self.host, self.store, self.seed, self.run = host, store, seed, at_once
         self.made: list[KvTiers] = []
+        self.rates: Rates | None = None  # how fast engines think that they are; None: as they measure it
+        self.clock: Callable[[], float] = time.monotonic
 
     def __call__(self, config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> KvTiers:
         arena = HostBlocks(self.host, pool.block_bytes, pin=False)
+        seal = fingerprint_of(arena)
+        commons = HostCommons.of_slots(kv, self.host, pool.block_bytes, seal=seal) if self.shared else None
         tiers = KvTiers(
             kv,
-            self.host_tier(pool.block_bytes),
+            self.host_tier(arena) if commons is None else commons.tier,
             arena,
             self.mover(pool, arena),
             self.store_tier(BlockCodec(layout_digest(layout), pool.block_bytes)),
+            rates=self.rates,
+            clock=self.clock,
             low_water=pool.num_blocks // 2,
+            commons_of_host=commons,
         )
         self.made.append(tiers)
         return tiers
 
-    def host_tier(self, block_bytes: int) -> HostTier:
-        return HostTier(self.host, block_bytes)
+    def host_tier(self, arena: HostBlocks) -> HostTier:
+        return HostTier(self.host, arena.block_bytes, seal=fingerprint_of(arena))
 
     def mover(self, pool: BlockPool, arena: HostBlocks) -> BlockMover:
         return BlockMover(pool.data, arena, costs=COSTS, kernels=plain_kernels)

@@ -1,4 +1,4 @@
-"""How tenants share the block pool: their quotas, their pins, and what each of them has. No tensors.
+"""How tenants share the block pool and the tiers below: their quotas, their pins, what each of them has. No tensors.
 
 A pin leases identities, so it may be granted before its blocks are computed: they are kept from the moment that they
 appear (`PinState.resident_blocks` says how many have). Whoever wants them at once sends the same prompt as a request of
@@ -9,10 +9,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from lamina.errors import InvalidRequest, NotFound, QuotaNotCoverable
-from lamina.types import CommonsReport, PinAnswer, PinOrder, PinRecord, PinState, QuotaPolicy, TenantBlocks
+from lamina.engine.tier_quotas import PoolOnly, TierQuotas, TiersBelow
+from lamina.errors import InvalidRequest, NotFound
+from lamina.types import (
+    CommonsReport,
+    PinAnswer,
+    PinOrder,
+    PinRecord,
+    PinState,
+    QuotaPolicy,
+    TenantBlocks,
+    TierSize,
+)
 from lamina_kvtier import errors as kv_errors
 from lamina_kvtier.errors import IntegrityError
 from lamina_kvtier.identity import BlockId, IdentityChain
@@ -20,7 +31,7 @@ from lamina_kvtier.ledger import Ledger
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.pin_types import Floor, Pin
 from lamina_kvtier.pins import PinBook, PinTier
-from lamina_kvtier.quota import Quota, QuotaBook
+from lamina_kvtier.tier import TierUsage
 
 __all__ = ["Commons", "RootOf"]
 
@@ -28,64 +39,91 @@ RootOf = Callable[[str | None, str], BlockId]  # (adapter digest, namespace) -> 
 
 
 class Commons:
-    """The policy of one pool whose manager has quotas. Owned by the engine's thread."""
+    """The policy of one pool whose manager has quotas, and of the tiers below. Owned by the engine's thread."""
 
-    def __init__(self, kv: KvManager, root_of: RootOf, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        kv: KvManager,
+        root_of: RootOf,
+        below: TiersBelow | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         """`clock`: Unix seconds, since pins outlive the process. Without quotas in `kv` every call is refused."""
         self._kv = kv
         self._root_of = root_of
+        self._below: TiersBelow = PoolOnly() if below is None else below
+        self._host = self._below.commons_of_host
         self._hits: Counter[str] = Counter()
         tiers = {} if kv.ledger is None else {Floor.GPU: PinTier(kv.ledger.book, kv)}
+        if tiers and self._host is not None:
+            tiers[Floor.HOST] = self._host.pin_tier
         self._pins = PinBook(tiers, clock=clock)
 
     # --- quotas -------------------------------------------------------------------------------------------
 
     def set_quotas(self, policies: Sequence[QuotaPolicy]) -> None:
-        """Replaces all quotas, or none: raises QuotaNotCoverable, InvalidRequest.
+        """Replaces all quotas of all tiers, or none: raises QuotaNotCoverable, InvalidRequest.
 
         A tenant that has more than its new limit loses nothing at once: it gets no more until it has less. Pins beyond
         a new pin limit are clipped, the newest first.
         """
-        book = self._ledger.book
-        try:
-            quotas = {policy.namespace: _quota(policy, book) for policy in policies}
-            book.load(quotas)
-        except kv_errors.QuotaNotCoverable as error:
-            raise QuotaNotCoverable(str(error), limit=error.limit, need=error.need, have=error.have) from error
-        except kv_errors.InvalidQuota as error:
-            raise InvalidRequest(str(error)) from error
+        TierQuotas(self._ledger.book, self._below).set(policies)
 
     def report(self) -> CommonsReport:
         """O(tenants with blocks + pinned blocks)."""
         self.expire()
         book = self._ledger.book
+        usage = self._below.store_usage()
         return CommonsReport(
             loaded=book.loaded,
             capacity=book.capacity,
             coverable=book.coverable,
-            tenants=self._tenants(),
+            tenants=self._tenants(usage),
             pins=tuple(map(self._state, self._pins.listing())),
+            host=None if self._host is None else self._host.size,
+            store=None if usage is None else TierSize(usage.limit, usage.limit),
         )
 
-    def _tenants(self) -> tuple[TenantBlocks, ...]:
-        evictions: dict[str, list[tuple[str, int]]] = {}
-        for (name, reason), count in sorted(self._kv.evictions().items()):
-            evictions.setdefault(name, []).append((reason, count))
+    def _tenants(self, store: TierUsage | None) -> tuple[TenantBlocks, ...]:
+        evictions = _by_namespace(self._kv.evictions())
         leased = self._kv.leased_by_owner()
-        names = {*self._ledger.accounts, *evictions, *self._hits}
-        return tuple(self._tenant(name, leased.get(name, 0), evictions.get(name, [])) for name in sorted(names))
+        below = self._host_parts()
+        stored = {} if store is None else store.by_namespace
+        names = {*self._ledger.accounts, *evictions, *self._hits, *below, *stored}
+        found = []
+        for name in sorted(names):
+            account, pinned = self._ledger.account(name), leased.get(name, 0)
+            share = replace(
+                below.get(name) or TenantBlocks(namespace=name),
+                active=account.firm - pinned,
+                cached=account.idle,
+                pinned=pinned,
+                pending=account.pending,
+                pin_hits=self._hits[name],
+                evictions=evictions.get(name, ()),
+                store_bytes=None if store is None else stored.get(name, 0),
+            )
+            found.append(share)
+        return tuple(found)
 
-    def _tenant(self, name: str, pinned: int, evictions: Sequence[tuple[str, int]]) -> TenantBlocks:
-        account = self._ledger.account(name)
-        return TenantBlocks(
-            namespace=name,
-            active=account.firm - pinned,
-            cached=account.idle,
-            pinned=pinned,
-            pending=account.pending,
-            pin_hits=self._hits[name],
-            evictions=tuple(evictions),
-        )
+    def _host_parts(self) -> dict[str, TenantBlocks]:
+        """What each namespace has in host memory, and nothing else."""
+        if self._host is None:
+            return {}
+        tier = self._host.tier
+        pinned, writing, unit = tier.pinned_by_owner(), tier.writing_by_owner(), tier.block_bytes
+        lost = _by_namespace({(name, reason.value): count for (name, reason), count in tier.evictions.items()})
+        return {
+            name: TenantBlocks(
+                namespace=name,
+                host_bytes=tier.slots_of(name) * unit,
+                host_pinned_bytes=pinned.get(name, 0) * unit,
+                host_pending_bytes=writing.get(name, 0) * unit,
+                host_evictions=lost.get(name, ()),
+            )
+            for name in {*self._host.ledger.accounts, *lost}
+        }
 
     # --- pins ---------------------------------------------------------------------------------------------
 
@@ -136,6 +174,14 @@ class Commons:
         """A request found this prefix in the pool."""
         self._hits[namespace] += len(self._pins.hit(namespace, prefix))
 
+    def pins_on(self, namespace: str, ids: Sequence[BlockId]) -> dict[BlockId, tuple[str, ...]]:
+        """Which of the namespace's pins keep which of these blocks. O(blocks of its pins)."""
+        wanted, found = frozenset(ids), dict[BlockId, tuple[str, ...]]()
+        for pin in self._pins.listing(namespace):
+            for identity in wanted.intersection(pin.ids):
+                found[identity] = (*found.get(identity, ()), pin.pin_id)
+        return found
+
     def expire(self) -> None:
         """Ends what is due. O(1) if nothing is."""
         self._pins.expire()
@@ -177,13 +223,18 @@ class Commons:
         )
         return pin.to_record()
 
+    def _resident(self, pin: Pin) -> int:
+        if pin.floor is Floor.HOST and self._host is not None:
+            return self._host.pins.resident(pin.ids)
+        return self._kv.match(pin.ids)
+
     def _state(self, pin: Pin) -> PinState:
         return PinState(
             pin_id=pin.pin_id,
             namespace=pin.namespace,
             floor=pin.floor.value,
             blocks=len(pin.ids),
-            resident_blocks=self._kv.match(pin.ids),
+            resident_blocks=self._resident(pin),
             clipped_blocks=pin.clipped_blocks,
             ttl_s=pin.ttl_s,
             hard_max_s=pin.hard_max_s,
@@ -194,10 +245,12 @@ class Commons:
         )
 
 
-def _quota(policy: QuotaPolicy, book: QuotaBook) -> Quota:
-    whole = max(book.capacity, policy.reserved_blocks)  # more than there is, is not coverable rather than invalid
-    limit = whole if policy.limit_blocks is None else policy.limit_blocks
-    return Quota(policy.reserved_blocks, limit, policy.pin_limit_blocks, policy.weight)
+def _by_namespace(counts: Mapping[tuple[str, str], int]) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Counts by reason, of each namespace."""
+    found: dict[str, tuple[tuple[str, int], ...]] = {}
+    for (name, reason), count in sorted(counts.items()):
+        found[name] = (*found.get(name, ()), (reason, count))
+    return found
 
 
 def _floor(name: str) -> Floor:

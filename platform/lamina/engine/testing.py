@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from itertools import cycle, islice, takewhile
+from typing import TypeVar
 
 from lamina.engine.commons import Commons
+from lamina.engine.errands import Errand
+from lamina.engine.explain import Explainer
+from lamina.engine.host_commons import HostCommons
+from lamina.engine.inspector import Inspector
+from lamina.engine.request import BlockTable, Choice, RequestState
+from lamina.engine.sampling_state import SamplingState
+from lamina.engine.tier_quotas import PoolOnly
 from lamina.errors import ContextLengthExceeded, EngineUnavailable, LaminaError
 from lamina.types import (
     AdapterRunning,
+    CachedTokens,
     CommonsReport,
     EngineFailure,
     EngineInfo,
@@ -20,11 +29,17 @@ from lamina.types import (
     PinOrder,
     PinRecord,
     PinState,
+    PrefixExplanation,
+    PrefixOrder,
+    PrefixReport,
     QuotaPolicy,
     TokenEvent,
     TokenLogprob,
+    VerifyOrder,
+    VerifyReport,
 )
 from lamina_kvtier.errors import OutOfBlocks
+from lamina_kvtier.ghosts import Ghosts, segments_for
 from lamina_kvtier.identity import IdentityChain, Layout, root_id
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.quota import QuotaBook
@@ -33,8 +48,10 @@ __all__ = ["InMemoryEngine", "Script", "echo", "saying"]
 
 Script = Callable[[GenerationRequest, int], Sequence[int]]  # (request, choice) -> its tokens
 
+_T = TypeVar("_T")
 _ENDLESS = 1 << 20
 _BLOCKS = 64
+_BLOCK_BYTES = 1024
 _MODEL_DIGEST = "7e57" * 16
 
 
@@ -55,9 +72,9 @@ class InMemoryEngine:
 
     Steer it: `ready`, `delay_s` before each event, `refusal` (raised by every `submit`), `failure` (an error
     event after `fail_after` events of a request), `pause()`, `resume()` and `restart()`. Prompts go into a pool of
-    64 blocks, whose quotas and pins are real; `quotas_set` counts policies. Look at `submitted`, `cancelled`
-    (request id and choice, None for all of it) and `unloaded`. Log-probabilities are made up: -0.5 for the
-    token itself, one less for each of its neighbours.
+    64 blocks, whose quotas and pins are real, as are those of host memory, of which nothing is ever used;
+    `quotas_set` counts policies. Look at `submitted`, `cancelled` (request id and choice, None for all of it) and
+    `unloaded`. Log-probabilities are made up: -0.5 for the token itself, one less for each of its neighbours.
     """
 
     def __init__(
@@ -68,7 +85,9 @@ class InMemoryEngine:
         vocab_size: int = 257,
         max_context: int = 1024,
         block_size: int = 16,
+        host_blocks: int = 0,
     ) -> None:
+        """host_blocks: below the pool; 0: there is no such tier."""
         self.script = script
         self.ready = True
         self.delay_s = 0.0
@@ -87,6 +106,7 @@ class InMemoryEngine:
         self.generation = 0
         self.quotas_set = 0
         self._block_size = block_size
+        self._host_blocks = host_blocks
         self.restart()
         self._info = EngineInfo(
             model="twin",
@@ -100,14 +120,26 @@ class InMemoryEngine:
             max_lora_rank=256,
             dtype="float32",
             device="memory",
-            block_bytes=1024,
+            block_bytes=_BLOCK_BYTES,
+            host_blocks=host_blocks,
         )
 
     def restart(self) -> None:
         """A new core took over: an empty pool, neither quotas nor pins."""
         self.generation += 1
-        self._kv = KvManager(_BLOCKS, self._block_size, quotas=QuotaBook(_BLOCKS))
-        self._commons = Commons(self._kv, self._root)
+        ghosts = Ghosts(segments_for(_BLOCKS))
+        self._kv = KvManager(_BLOCKS, self._block_size, quotas=QuotaBook(_BLOCKS), ghosts=ghosts)
+        self._commons = Commons(self._kv, self._root, _Below(self._kv, self._host_blocks))
+        self._explainer = Explainer(self._kv, None, block_bytes=_BLOCK_BYTES)
+        self._inspector = Inspector(
+            self._kv,
+            None,
+            self._explainer,
+            self._commons,
+            self._root,
+            block_bytes=_BLOCK_BYTES,
+            check_integrity=self._kv.check_integrity,
+        )
 
     @property
     def info(self) -> EngineInfo:
@@ -192,6 +224,20 @@ class InMemoryEngine:
     async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
         return self._shared().restore(records)
 
+    async def prefixes(self) -> PrefixReport:
+        return self._inspected().prefixes()
+
+    async def explain_prefix(self, order: PrefixOrder) -> PrefixExplanation:
+        return _answer(self._inspected().explain(order))
+
+    async def verify(self, order: VerifyOrder) -> VerifyReport:
+        return _answer(self._inspected().verify(order))
+
+    def _inspected(self) -> Inspector:
+        if not self.ready:
+            raise EngineUnavailable(retry_after_s=2.0)
+        return self._inspector
+
     def _shared(self) -> Commons:
         if not self.ready:
             raise EngineUnavailable(retry_after_s=2.0)
@@ -239,6 +285,7 @@ class InMemoryEngine:
         chain.extend(request.prompt_token_ids)
         table = self._kv.acquire(chain.ids)
         self._commons.hit(request.namespace, chain.ids[: len(table)])
+        self._explain(request, chain, table)
         try:
             table += self._kv.allocate(len(chain.ids) - len(table), owner=request.namespace)
         except OutOfBlocks:
@@ -248,8 +295,34 @@ class InMemoryEngine:
                 self._kv.publish(block, identity)
         self._kv.release(table)
 
+    def _explain(self, request: GenerationRequest, chain: IdentityChain, table: Sequence[int]) -> None:
+        sampling = SamplingState(
+            request.sampling,
+            seed=0,
+            index=0,
+            prompt_token_ids=request.prompt_token_ids,
+            eos_token_ids=self._eos_ids,
+            vocab_size=self._info.vocab_size,
+        )
+        state = RequestState(request, 0, 0)
+        choice = Choice(state, 0, list(request.prompt_token_ids), chain, sampling, limit=self._info.max_context)
+        choice.table = BlockTable(table[: len(choice.known_ids(self._block_size))])
+        self._explainer.began(choice)
+        self._explainer.settle(state)
+
     def _failed(self, request: GenerationRequest) -> TokenEvent:
         return TokenEvent(request_id=request.request_id, finish_reason=FinishReason.ERROR, error=self.failure)
+
+
+class _Below(PoolOnly):
+    """Host memory, if there is any."""
+
+    def __init__(self, kv: KvManager, blocks: int) -> None:
+        self._host = HostCommons.of_slots(kv, blocks, _BLOCK_BYTES) if blocks else None
+
+    @property
+    def commons_of_host(self) -> HostCommons | None:
+        return self._host
 
 
 class _Request:
@@ -293,7 +366,7 @@ class _Request:
             else (),
             finish_reason=self._reason(said, token_ids, ended),
             stop_token_id=token_ids[0] if ended else None,
-            cached_tokens=cached if said == 0 else 0,
+            cached_by_tier=CachedTokens(gpu=cached) if said == 0 else CachedTokens(),
         )
 
     def _reason(self, said: int, token_ids: tuple[int, ...], ended: bool) -> FinishReason | None:
@@ -307,6 +380,13 @@ class _Request:
         size = self._engine.info.vocab_size
         top = tuple((other % size, -0.5 - rank) for rank, other in enumerate(neighbours))
         return TokenLogprob(token_id, -0.5, 1, top)
+
+
+def _answer(errand: Errand[_T]) -> _T:
+    """Of an errand that waits for nothing, since there is no store."""
+    answer = errand.advance()
+    assert answer is not None
+    return answer
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

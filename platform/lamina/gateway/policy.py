@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import structlog
 
-from lamina.errors import LaminaError, NotFound, QuotaNotCoverable
+from lamina.errors import InvalidRequest, LaminaError, NotFound, QuotaNotCoverable
 from lamina.gateway.deps import GatewayDeps
 from lamina.types import CommonsReport, PinState, QuotaPolicy
 
@@ -86,8 +86,8 @@ class PolicyKeeper:
             await self._describe_pool(await engine.commons())
         try:
             await engine.set_quotas(policies)
-        except QuotaNotCoverable as exc:
-            log.error("the engine cannot cover the quotas; it goes on with those that it has", reason=exc.message)
+        except (QuotaNotCoverable, InvalidRequest) as exc:
+            log.error("the engine cannot keep the quotas; it goes on with those that it has", reason=exc.message)
         self._generation, self._policies = generation, policies
         self._uncovered.clear()
 

@@ -11,7 +11,7 @@ import pytest
 from fixtures.engines import collect, drive, request, tiny_core
 from lamina.engine.core import EngineCore
 from lamina.errors import ExceedsQuota, InvalidRequest, NotFound, QuotaNotCoverable
-from lamina.types import FinishReason, GenerationRequest, PinOrder, PinState, QuotaPolicy, TenantBlocks
+from lamina.types import FinishReason, GenerationRequest, PinOrder, PinState, QuotaPolicy, TenantBlocks, TierQuota
 
 BLOCK = 16
 
@@ -27,7 +27,7 @@ def prompt(seed: int, blocks: float) -> list[int]:
 
 def quota(namespace: str, reserved: int = 0, limit: int | None = None, pins: int = 0, weight: float = 1) -> QuotaPolicy:
     return QuotaPolicy(
-        namespace=namespace, reserved_blocks=reserved, limit_blocks=limit, pin_limit_blocks=pins, weight=weight
+        namespace=namespace, weight=weight, gpu=TierQuota(reserved=reserved, limit=limit, pin_limit=pins)
     )
 
 
@@ -140,7 +140,7 @@ def test_a_limit_holds_a_tenant_and_nobody_else(store: Path) -> None:
 def test_nobody_overtakes_a_large_request_but_those_within_their_reservation(store: Path) -> None:
     """It waits for room in the pool; small ones behind it would take that again and again."""
     core = core_with(store, quota("b", 8))
-    core.submit(request("x", prompt(0, 14.5), tenant="x", max_tokens=9))
+    core.submit(request("x", prompt(0, 18.5), tenant="x", max_tokens=9))
     core.step()
     for name, blocks in (("y", 13.5), ("z", 1.5), ("b", 3.5)):
         core.submit(request(name, prompt(1, blocks), tenant=name, max_tokens=9))
@@ -164,7 +164,7 @@ def test_whoever_is_over_its_share_gives_way(store: Path) -> None:
         found = core.scheduler.admission.victim(core.scheduler.running, choices[of], need)
         return None if found is None else found.request.request.request_id
 
-    assert victim("b0") is None  # no rules yet
+    assert victim("b0") == "a1"  # no policy yet: by blocks alone
     core.commons.set_quotas([quota("b", 8, 9)])
     assert [victim(name) for name in choices] == ["a1"] * 4
     assert victim("b0", need=6) == "b0"
@@ -205,13 +205,18 @@ def test_a_reservation_is_taken_back(store: Path) -> None:
     core.close()
 
 
-def test_admitted_requests_are_not_preempted(store: Path) -> None:
-    """Each holds a charge for its worst case: what would not end beside the others waits."""
-    core = core_with(store, max_batch_tokens=16)
-    requests = [request(f"r{i}", prompt(i, 4), tenant=f"t{i % 3}", max_tokens=5 * BLOCK) for i in range(9)]
-    _, endings = drive(core, requests)
+@pytest.mark.parametrize("host", [0, 1 << 20])
+def test_what_gave_way_goes_on_where_it_was(store: Path, host: int) -> None:
+    """Requests start by what they need today; the youngest gives way when they have grown, and resumes the same."""
+    items = [request(f"r{i}", prompt(i, 4), tenant=f"t{i % 3}", max_tokens=5 * BLOCK) for i in range(9)]
+    roomy = core_with(store, num_blocks=128)
+    alone, _ = drive(roomy, items)
+    roomy.close()
+    core = core_with(store, quota("t0", 9), max_batch_tokens=64, host_kv_bytes=host)
+    tokens, endings = drive(core, items)
     assert set(endings.values()) == {FinishReason.LENGTH}
-    assert core.stats().preemptions == 0
+    assert core.stats().preemptions > 0
+    assert tokens == alone
     core.close()
 
 

@@ -12,6 +12,7 @@ from fixtures.gateway import BASE, Kit, build, serve, until
 from lamina.engine.testing import InMemoryEngine
 from lamina.errors import EngineOverloaded
 from lamina.gateway.policy import PolicyKeeper
+from lamina.types import TierQuota, TierSize
 
 BLOCK = 16
 TEXT = "a" * (3 * BLOCK)  # three blocks, one token a byte
@@ -255,3 +256,41 @@ async def test_a_running_gateway_keeps_up_by_itself(tmp_path: Path) -> None:
         await until(lambda: kit.engine.quotas_set == 1)
         kit.engine.restart()
         await until(lambda: kit.engine.quotas_set == 2)
+
+
+async def test_host_memory_is_the_floor_where_it_is_a_tier(tmp_path: Path) -> None:
+    """By default, and out of a limit of its own; the device's is there for those who ask for it."""
+    kit = build(tmp_path, engine=InMemoryEngine(host_blocks=8))
+    host = TierQuota(reserved=5 * 1024 - 1, pin_limit=4 * 1024 + 1000)
+    kit.quotas.set("alice", reserved=10, pins=3, host=host)
+    await PolicyKeeper(kit.deps).round()
+    assert kit.quotas.pool["host"] == TierSize(8 * 1024, 7 * 1024)
+    made = await pin(kit)
+    assert (made["floor"], made["status"], made["blocks"], made["resident_blocks"]) == ("host", "granted", 3, 3)
+    assert (await pin(kit, floor="gpu"))["blocks"] == 3
+    assert (await pin(kit, prompt="b" * 2 * BLOCK))["blocks"] == 1  # a limit rounds down to whole blocks
+    denied = await pin(kit, prompt="c" * 2 * BLOCK, status=409)
+    assert "floor 'host': 2 blocks (2048 bytes) more are needed" in denied["error"]["message"]
+    assert "4 blocks (4096 bytes), leaves 0 blocks (0 bytes)" in denied["error"]["message"]
+    denied = await pin(kit, prompt="c" * 2 * BLOCK, floor="gpu", status=409)
+    assert "floor 'gpu': 2 blocks (2048 bytes)" in denied["error"]["message"]
+
+
+async def test_pins_of_both_floors_survive_a_new_engine(tmp_path: Path) -> None:
+    """They are leased again at once; their blocks come when they are used."""
+    kit = build(tmp_path, engine=InMemoryEngine(host_blocks=8))
+    kit.quotas.set("alice", reserved=10, pins=3, host=TierQuota(reserved=4096, pin_limit=4096))
+    keeper = PolicyKeeper(kit.deps)
+    await keeper.round()
+    ids = {(await pin(kit, floor=floor))["id"]: floor for floor in ("gpu", "host")}
+    kit.engine.restart()
+    await keeper.round()
+    held = {each.pin_id: each.floor for each in (await kit.engine.commons()).pins}
+    assert held == ids
+
+
+@pytest.mark.usefixtures("kept")
+async def test_a_floor_that_is_not_there_says_what_to_set(kit: Kit) -> None:
+    refused = await pin(kit, floor="host", status=400)
+    assert refused["error"]["param"] == "floor"
+    assert "LAMINA_HOST_KV_BYTES" in refused["error"]["message"]

@@ -105,9 +105,9 @@ def test_a_held_slot_is_not_reused_and_a_pinned_block_never_evicted() -> None:
     store(tier, 1, 2)
     slots = tier.find([key(1).id])
     tier.hold(slots)
-    tier.pin([key(1).id, key(2).id])
+    tier.pin([key(1).id, key(2).id], "ann")
     assert store(tier, 3) == []
-    tier.unpin([key(2).id])
+    tier.unpin([key(2).id], "ann")
     assert len(store(tier, 3)) == 1
     tier.release(slots)
     store(tier, 4)
@@ -119,12 +119,25 @@ def test_a_held_slot_is_not_reused_and_a_pinned_block_never_evicted() -> None:
 def test_a_pin_waits_for_its_block() -> None:
     """Leased before it is stored, it is kept from the first moment."""
     tier = HostTier(1, MIB)
-    tier.pin([key(1).id])
+    tier.pin([key(1).id], "ann")
+    assert tier.is_leased(key(1).id, "ann")
+    assert not tier.stores(key(1).id)
     store(tier, 1)
     assert store(tier, 2) == []
     assert tier.usage() == HostUsage(
         total=1, free=0, writing=0, held=0, cached=0, pinned=1, bytes_by_namespace={"ann": MIB}
     )
+
+
+def test_nobody_keeps_what_another_pays_for() -> None:
+    """A lease holds for blocks of its own namespace, so that it costs what it keeps."""
+    tier = HostTier(1, MIB)
+    tier.pin([key(1).id], "bob")
+    store(tier, 1)
+    assert tier.usage().cached == 1
+    assert len(store(tier, 2)) == 1
+    tier.unpin([key(1).id], "bob")
+    tier.check_integrity()
 
 
 def test_exclusive_tiers_give_up_what_was_promoted_first() -> None:
@@ -154,12 +167,25 @@ def test_a_miss_is_explained() -> None:
     tier = HostTier(1, MIB)
     store(tier, 1)
     store(tier, 2)
-    assert tier.count_miss(key(1)) is Reason.PRESSURE
-    assert tier.count_miss(key(9)) is Reason.NEVER_STORED
+    assert tier.ghost_of(key(1).id) == Ghost(Reason.PRESSURE, 1)
+    assert tier.ghost_of(key(9).id) is None
     tier.forget([key(2).id], Reason.INTEGRITY)
-    assert tier.explain(key(2).id) is Reason.INTEGRITY
-    assert tier.misses == {("ann", Reason.PRESSURE): 1, ("ann", Reason.NEVER_STORED): 1}
-    assert tier.ghost_hits == {("ann", MIB): 1}
+    assert tier.ghost_of(key(2).id) == Ghost(Reason.INTEGRITY, 1)
+
+
+def test_a_slot_that_was_written_over_is_noticed() -> None:
+    """What was committed is sealed, and what has left since is nobody's concern."""
+    memory = [0, 0, 0]
+    tier = HostTier(3, MIB, seal=lambda slot: memory[slot])
+    memory[:] = [7, 8, 9]
+    store(tier, 1, 2, 3)
+    assert sorted(tier.stored()) == [0, 1, 2]
+    assert tier.broken(range(3)) == []
+    (slot,) = tier.find([key(2).id])
+    (lost,) = tier.find([key(3).id])
+    memory[slot] = memory[lost] = 0
+    tier.forget([key(3).id], Reason.DELETED)
+    assert tier.broken(range(3)) == [slot]
 
 
 @pytest.mark.parametrize("outcome", Outcome)
@@ -187,20 +213,20 @@ def test_ghosts_answer_what_more_room_would_bring() -> None:
     dice = random.Random(3)
     requests = [min(int(dice.paretovariate(0.6)), 60) for _ in range(3000)]
 
-    def replay(slots: int) -> tuple[int, HostTier]:
+    def replay(slots: int) -> tuple[int, list[Ghost]]:
         tier = HostTier(slots, MIB, ghosts=Ghosts(segments_for(16)))
-        hits = 0
+        hits, ghosts = 0, []
         for number in requests:
             found = tier.find([key(number).id])
             hits += len(found)
-            if not found:
-                tier.count_miss(key(number))
+            if not found and (ghost := tier.ghost_of(key(number).id)) is not None:
+                ghosts.append(ghost)
             store(tier, number)
-        return hits, tier
+        return hits, ghosts
 
-    hits, tier = replay(16)
+    hits, ghosts = replay(16)
     for extra in (2, 4, 8, 16):
-        more = sum(count for (_, needed), count in tier.ghost_hits.items() if needed <= extra * MIB)
+        more = sum(ghost.extra_blocks <= extra for ghost in ghosts)
         assert more == replay(16 + extra)[0] - hits
 
 
@@ -242,7 +268,7 @@ def test_at_its_limit_a_namespace_evicts_its_own() -> None:
     store(tier, 2)
     store(tier, 3)
     assert there(tier, 1, 2, 3) == [2, 3]
-    assert tier.explain(key(1).id) is Reason.OWN_QUOTA
+    assert tier.ghost_of(key(1).id) == Ghost(Reason.OWN_QUOTA, 1)
     tier.hold(tier.find([key(2).id]) + tier.find([key(3).id]))
     assert store(tier, 4) == []
     assert tier.refusals == {("ann", Reason.OWN_QUOTA): 1}
@@ -268,12 +294,12 @@ BREAKS: dict[str, tuple[Callable[[HostTier], object], str]] = {
     "no key": (lambda tier: tier._books.keys.__setitem__(0, None), "slot 0: free slots, and only they, have no key"),
     "other key": (lambda tier: tier._books.keys.__setitem__(0, key(9)), "slot 0: it is found by an identity"),
     "victim missing": (lambda tier: tier._books.victims.remove(0), "slot 0: missing from the queue"),
-    "victim too many": (lambda tier: tier._books.pins.update([key(1).id]), "slot 0: wrongly in the queue"),
+    "victim too many": (lambda tier: tier._books.pins.add("ann", key(1).id), "slot 0: wrongly in the queue"),
     "holds": (lambda tier: setattr(tier._books.holds, "active", 3), "slots are held, but 3 were counted"),
     "touched": (lambda tier: tier._books.touched.add(0), "slot 0: used by a holder, but nobody holds it"),
     "arriving": (lambda tier: tier._books.arriving.update({key(5).id: 0}), "arrives there, but is not being written"),
     "charges": (lambda tier: tier._books.charged.update(ann=1), "'ann' is charged 1 slots, but has 3"),
-    "pins": (lambda tier: tier._books.pins.update({key(8).id: 0}), "less than one pin"),
+    "pins": (lambda tier: tier._books.pins._counts.update({("ann", key(8).id): 0}), "less than one pin"),
     "index": (lambda tier: tier._books.index._blocks.clear(), "index: "),
     "ring": (lambda tier: tier._books.victims._order._following.__setitem__(0, 0), "everybody's ring is broken"),
     "own ring": (lambda tier: tier._books.victims._own._following.__setitem__(0, 0), "'ann' is broken"),
@@ -299,4 +325,4 @@ def test_misuse() -> None:
     with pytest.raises(BlockMisuse, match="No host tier"):
         HostTier(1, 0)
     with pytest.raises(BlockMisuse, match="unpin"):
-        HostTier(1, 1).unpin([key(1).id])
+        HostTier(1, 1).unpin([key(1).id], "ann")

@@ -106,3 +106,28 @@ def test_the_ceiling_leaves_out_what_others_reserve_and_what_may_be_pinned() -> 
     assert policies.ceiling("anybody") == 90 - 60
     policies.set("a", Quota(reserved=40, limit=50, pin_limit=40))
     assert policies.ceiling("a") == 10
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        (Quota(128, 256, 64), Quota(2, 4, 1)),
+        (Quota(129, 255, 127, weight=3.0), Quota(3, 3, 1, weight=3.0)),
+        (Quota(100, 100, 100), Quota(1, 1, 1)),
+        (Quota(10, 63), Quota(0, 0)),
+        (Quota(0, 10_000), Quota(0, 156)),
+    ],
+)
+def test_bytes_become_whole_blocks(wanted: Quota, expected: Quota) -> None:
+    """What is reserved rounds up, limits round down, and a limit that ends within a block bounds what is reserved."""
+    assert wanted.in_units(64) == expected
+
+
+def test_what_is_not_coverable_can_be_asked_before_it_is_loaded() -> None:
+    """So that several tiers take their quotas over together, or none of them."""
+    policies = QuotaBook(100, headroom=10)
+    policies.require_coverable({"a": Quota(90, 100)})
+    assert not policies.loaded
+    with pytest.raises(QuotaNotCoverable) as refused:
+        policies.require_coverable({"a": Quota(90, 100), "b": Quota(1, 1)})
+    assert (refused.value.limit, refused.value.need) == (90, 91)
