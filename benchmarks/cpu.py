@@ -1,7 +1,7 @@
 """Lamina against transformers + PEFT on this machine's CPU, in one run: agreement, throughput, prefix TTFT.
 
     python benchmarks/cpu.py                          # everything, 20 to 40 minutes on two cores
-    python benchmarks/cpu.py --repetitions 1          # a short look
+    python benchmarks/cpu.py --quick                  # one repetition: a short look
     python benchmarks/cpu.py --parts throughput ttft  # only these; each part has its own results file
 
 Agreement is the correctness gate and comes first: the run ends there unless Lamina's float32 output agrees with the
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness import environment, save, table
+from harness import add_quick, environment, save, table
 
 HERE = Path(__file__).parent
 COLUMNS = ["what", "lamina", "transformers+peft", "ratio", "must reach"]
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    add_quick(parser, repetitions=1)
     options = parser.parse_args()
 
     from lamina.models.hub import resolve
@@ -42,9 +43,8 @@ def main() -> None:
         for part in options.parts:
             env = environment(options.threads)
             rows = PARTS[part](runner)
-            print(
-                f"\n{table(rows, COLUMNS)}\n\n{json.dumps(env)}\nsaved to {save(f'cpu-{part}', rows, env)}", flush=True
-            )
+            path = save(f"cpu-{part}{'-quick' if options.quick else ''}", rows, env)
+            print(f"\n{table(rows, COLUMNS)}\n\n{json.dumps(env)}\nsaved to {path}", flush=True)
 
 
 class _Runner:

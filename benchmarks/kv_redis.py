@@ -1,7 +1,7 @@
 """The Redis data plane against a bare socket loop and against redis-py: same server, same values, by turns.
 
     python benchmarks/kv_redis.py                     # about a minute
-    python benchmarks/kv_redis.py --rounds 3 --blocks 60
+    python benchmarks/kv_redis.py --quick
     python benchmarks/kv_redis.py --server /usr/bin/redis-server
 
 Three goals, put and get each: at least 80 % of the socket loop, at least twice redis-py's best path, and at least 3 GB
@@ -15,7 +15,6 @@ installed), which redis-py and the socket loop do not have.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import time
@@ -24,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness import environment, save, table
+from harness import Goal, add_quick, finish
 from kv_redis_peers import RawSocket, redis_py_paths
 from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
 from lamina_kvtier.block_codec import CHECKSUMS, BlockCodec
@@ -51,6 +50,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=150)
     parser.add_argument("--lanes", type=int, default=PlaneConfig().lanes)
     parser.add_argument("--server", type=Path, help="a server's binary; by default the embedded Valkey")
+    add_quick(parser, rounds=3, blocks=60)
     options = parser.parse_args()
 
     rows: list[dict[str, Any]] = []
@@ -58,11 +58,9 @@ def main() -> None:
     with EmbeddedValkey(config, binary=options.server) as server:
         for name, size in SIZES.items():
             rows += _measure(name, size, server.address, options)
-    env = environment(options.lanes) | {"server": options.server.name if options.server else "valkey (embedded)"}
-    print(table(rows, COLUMNS), "\n")
-    verdicts = [line for name in SIZES for line in _verdicts([row for row in rows if row["block"] == name])]
-    print("\n".join(verdicts))
-    print(f"\n{json.dumps(env)}\nsaved to {save('kv-redis', rows, env)}")
+    goals = [goal for name in SIZES for goal in _goals([row for row in rows if row["block"] == name])]
+    server_name = options.server.name if options.server else "valkey (embedded)"
+    finish("kv-redis", rows, COLUMNS, goals, options, {"server": server_name, "lanes": options.lanes})
 
 
 def _measure(name: str, size: int, address: RedisAddress, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -116,18 +114,19 @@ def _row(block: str, path: str, figures: dict[str, tuple[float, float]]) -> dict
     return row
 
 
-def _verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+def _goals(rows: Sequence[dict[str, Any]]) -> list[Goal]:
     plane = next(row for row in rows if row["path"].startswith("plane"))
-    lines = []
+    goals = []
     for what in ("put", "get"):
+        which = f"Redis {what}, {plane['block'].split(' (')[0]}"
         raw = max(row[f"{what} MB/s"] for row in rows if row["path"].startswith("raw"))
         peers = [row[f"{what} MB/s"] for row in rows if row["path"].startswith("redis-py")]
         speed, thrift = plane[f"{what} MB/s"], plane[f"{what} GB/CPU-s"]
-        parts = [f"{speed / raw:.0%} of the raw loop (goal 80 %)", f"{thrift:.1f} GB per CPU-second (goal 3)"]
+        goals.append(Goal.at_least(which, speed / raw, 0.8, "of a raw socket loop", percent=True))
         if peers:
-            parts.insert(1, f"{speed / max(peers):.1f}x redis-py's best (goal 2)")
-        lines.append(f"{plane['block']}, {what}: " + ", ".join(parts))
-    return lines
+            goals.append(Goal.at_least(which, speed / max(peers), 2, "x redis-py's best"))
+        goals.append(Goal.at_least(which, thrift, 3, "GB per CPU-second"))
+    return goals
 
 
 class _Plane:

@@ -1,7 +1,7 @@
 """Time to first token of a long prompt: computed, promoted from host memory, loaded from a store.
 
     python benchmarks/kv_tiers.py                  # 4096 + 32 tokens on the demo model
-    python benchmarks/kv_tiers.py --tokens 1024    # a shorter look
+    python benchmarks/kv_tiers.py --quick          # 1024 tokens
 
 One engine computes the prompt (cold), then others until the device pool has lost it, then meets it again: host memory
 answers. A second engine with empty memory and the same store meets it for the first time: the store answers. The first
@@ -11,19 +11,12 @@ tokens are compared: a tier that is fast and wrong does not count.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import torch
-
-from harness import environment
+from harness import Goal, Progress, add_quick, finish
 from lamina.config import EngineConfig
 from lamina.engine.core import EngineCore
 from lamina.models.hub import resolve
@@ -32,8 +25,9 @@ from lamina.wiring.core import build_core
 from lamina.wiring.paths import default_cache
 from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
 
-RESULTS = Path(__file__).parent / "results"
+COLUMNS = ["from", "seconds", "speedup", "cached tokens"]
 BLOCK = 16
+GOAL = 5.0  # times faster than computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +67,8 @@ def settle(core: EngineCore) -> None:
         time.sleep(0.01)
 
 
-def measure(model: Path, tokens: int, url: str) -> dict[str, Any]:
+def measure(model: Path, tokens: int, url: str) -> tuple[dict[str, First], dict[str, int]]:
+    """First tokens by where the prefix came from, and what moved. Exits if they differ."""
     blocks = tokens // BLOCK
     config = EngineConfig(
         model=model,
@@ -85,47 +80,55 @@ def measure(model: Path, tokens: int, url: str) -> dict[str, Any]:
     rng = random.Random(7)
     prompt, other = ([rng.randrange(1000, 40000) for _ in range(tokens)] for _ in range(2))
     tail = [rng.randrange(1000, 40000) for _ in range(32)]
+    progress = Progress(f"first token of {tokens} + 32 tokens", 4)
     core = build_core(config)
-    cold = first_token(core, "cold", prompt + tail)
+    found = {"computed": first_token(core, "cold", prompt + tail)}
+    progress.step("computed")
     first_token(core, "other", other)  # takes the pool
     settle(core)
-    host = first_token(core, "host", prompt + tail)
+    progress.step("another prompt has taken the pool")
+    found["host memory"] = first_token(core, "host", prompt + tail)
+    progress.step("from host memory")
     stats = core.stats()
     core.close()
     fresh = build_core(config)
-    stored = first_token(fresh, "store", prompt + tail)
-    loaded = fresh.stats().loaded_blocks
+    found["store"] = first_token(fresh, "store", prompt + tail)
+    progress.step("from the store")
+    moved = {"spilled_blocks": stats.spilled_blocks, "stored_blocks": stats.stored_blocks}
+    moved["loaded_blocks"] = fresh.stats().loaded_blocks
     fresh.close()
-    if not cold.token == host.token == stored.token:
-        raise SystemExit(f"the tiers are wrong: first tokens {cold.token}, {host.token}, {stored.token}")
-    return {
-        "tokens": tokens,
-        "cold_s": round(cold.seconds, 3),
-        "host_s": round(host.seconds, 3),
-        "store_s": round(stored.seconds, 3),
-        "host_speedup": round(cold.seconds / host.seconds, 1),
-        "store_speedup": round(cold.seconds / stored.seconds, 1),
-        "host_cached_tokens": host.cached_tokens,
-        "store_cached_tokens": stored.cached_tokens,
-        "spilled_blocks": stats.spilled_blocks,
-        "stored_blocks": stats.stored_blocks,
-        "loaded_blocks": loaded,
-    }
+    if len({first.token for first in found.values()}) != 1:
+        raise SystemExit(f"correctness gate: first tokens differ: { {at: first.token for at, first in found.items()} }")
+    return found, moved
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096, help="of the shared prefix; a multiple of 16")
-    parser.add_argument("--out", type=Path, default=RESULTS / "kv-tiers.json")
-    arguments = parser.parse_args()
+    add_quick(parser, tokens=1024)
+    options = parser.parse_args()
     valkey = EmbeddedValkey(ValkeyConfig(maxmemory_bytes=4 << 30)).start()
     try:
-        figures = measure(resolve("smollm2-135m-instruct", default_cache()), arguments.tokens, str(valkey.address))
+        model = resolve("smollm2-135m-instruct", default_cache())
+        found, moved = measure(model, options.tokens, str(valkey.address))
     finally:
         valkey.stop()
-    figures |= {"environment": environment(torch.get_num_threads())}
-    arguments.out.write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2))
+    cold = found["computed"].seconds
+    rows = [
+        {
+            "from": source,
+            "seconds": round(first.seconds, 3),
+            "speedup": round(cold / first.seconds, 1),
+            "cached tokens": first.cached_tokens,
+        }
+        for source, first in found.items()
+    ]
+    goals = [
+        Goal.at_least(f"TTFT of {options.tokens} tokens from {source}", cold / first.seconds, GOAL, "x computing")
+        for source, first in found.items()
+        if source != "computed"
+    ]
+    finish("kv-tiers", rows, COLUMNS, goals, options, {"tokens": options.tokens, **moved})
 
 
 if __name__ == "__main__":
