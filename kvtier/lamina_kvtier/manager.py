@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PinCounts, PrefixMatch, ReferenceCounts
 from lamina_kvtier.errors import BlockMisuse, IntegrityError, OutOfBlocks
 from lamina_kvtier.free_list import FreeList
+from lamina_kvtier.ghosts import Ghost, Ghosts
 from lamina_kvtier.identity import ID_BYTES, BlockId
 from lamina_kvtier.integrity import Books, find_violations
 from lamina_kvtier.ledger import Charge, Ledger
 from lamina_kvtier.prefix_index import PrefixIndex
 from lamina_kvtier.quota import QuotaBook
+from lamina_kvtier.reasons import Reason
 from lamina_kvtier.reclaim import ReclaimOrder
 
 __all__ = ["UNOWNED", "KvManager"]
@@ -43,8 +46,12 @@ class KvManager:
         *,
         prefix_caching: bool = True,
         quotas: QuotaBook | None = None,
+        ghosts: Ghosts | None = None,
     ) -> None:
-        """`block_size` in tokens; without `prefix_caching` no identity is ever known. Raises BlockMisuse."""
+        """`block_size` in tokens; without `prefix_caching` no identity is ever known. Raises BlockMisuse.
+
+        `ghosts` remembers what is evicted; None: nobody asks.
+        """
         if not 1 <= num_blocks <= _MAX_BLOCKS:
             raise BlockMisuse(f"num_blocks must be 1 ... {_MAX_BLOCKS}, not {num_blocks}.")
         if block_size < 1:
@@ -53,13 +60,17 @@ class KvManager:
             raise BlockMisuse(f"The quotas are for {quotas.capacity} blocks, but there are {num_blocks}.")
         self.num_blocks, self.block_size, self.prefix_caching = num_blocks, block_size, prefix_caching
         self.hit_blocks = 0  # blocks handed out by `acquire`; only grows
+        self.turnover = 0  # blocks that became evictable, or no longer were free or evictable; only grows
         self.evicted_blocks = 0  # cached blocks lost to `allocate` and `make_writable`; only grows
         self._references = ReferenceCounts(num_blocks)
         self._index = PrefixIndex(num_blocks)
         self._unheld = FreeList(num_blocks)  # free blocks first, then cached ones, least recently used first
         self._cached = 0
         self._leased = 0  # of the cached ones: pinned, so not in the free list
-        self._pins = PinCounts()
+        self._pins = PinCounts()  # guards included
+        self._guards = PinCounts()
+        self._kept_appears: Callable[[BlockId], object] = _nobody_watches
+        self._ghosts = ghosts
         self.ledger = None if quotas is None else Ledger(quotas)
         self._owned = None if self.ledger is None else ReclaimOrder(num_blocks, self.ledger)
 
@@ -99,18 +110,47 @@ class KvManager:
         return {} if self._owned is None else dict(self._owned.evictions)
 
     def next_victims(self, count: int) -> list[tuple[int, BlockId]]:
-        """Up to `count` evictable blocks with their identities, least recently used first: what to save below.
+        """Up to `count` evictable blocks with their identities, in the order in which allocations will take them.
 
-        Quotas may change the order in which they go. Changes nothing. O(free + count).
+        Under quotas: first what owners have beyond their reservations, as it would go block by block, then what only
+        their own requests can take, least recently used first. Changes nothing. O(free + count), and once O(namespaces)
+        under quotas.
         """
-        found: list[tuple[int, BlockId]] = []
-        for block in self._unheld:
-            if len(found) >= count:
-                break
-            identity = self._index.identity_of(block)
-            if identity is not None:
-                found.append((block, identity))
-        return found
+        blocks = self._cached_in_order() if self._owned is None else self._owned.in_order(self._cached_in_order())
+        return [(block, self._identity(block)) for block in itertools.islice(blocks, max(0, count))]
+
+    def victims_near_limit(self, namespace: str, count: int) -> tuple[int, list[tuple[int, BlockId]]] | None:
+        """If its limit leaves a namespace fewer than `count` new blocks: how many, and which of its own it then gives
+        up, in that order, up to `count` of both together. None if it has a longer way to go. O(blocks returned)."""
+        near = None
+        if self._owned is not None and self._owned.rules_apply:
+            near = self._owned.near_limit(namespace, count)
+        return None if near is None else (near[0], [(block, self._identity(block)) for block in near[1]])
+
+    def _cached_in_order(self) -> Iterator[int]:
+        return (block for block in self._unheld if self._index.identity_of(block) is not None)
+
+    def _identity(self, block: int) -> BlockId:
+        identity = self._index.identity_of(block)
+        assert identity is not None
+        return identity
+
+    def ghost_of(self, identity: BlockId) -> Ghost | None:
+        """Why this block was evicted, and how much more room would have kept it; None: not evicted, or long ago."""
+        return None if self._ghosts is None else self._ghosts.find(identity)
+
+    @property
+    def ghost_rooms(self) -> list[int]:
+        """What `ghost_of(...).extra_blocks` can be, smallest first."""
+        return [] if self._ghosts is None else self._ghosts.rooms
+
+    def known(self) -> list[BlockId]:
+        """All identities that can be found, in no order. O(blocks)."""
+        return [identity for identity in map(self._index.identity_of, range(self.num_blocks)) if identity is not None]
+
+    def holds(self, identity: BlockId) -> bool:
+        """Whether this block is known here, whatever became of those before it."""
+        return self._index.block_of(identity) is not None
 
     def match(self, ids: Sequence[BlockId]) -> int:
         """Length, in blocks, of the longest known prefix of `ids`. Changes nothing, not even the order."""
@@ -125,8 +165,12 @@ class KvManager:
         return PrefixMatch(
             known=len(blocks),
             cached=sum(not self.is_pinned(block) for block in evictable),
-            pinned=sum(map(self.is_pinned, blocks)),
+            pinned=sum(map(self._is_leased, blocks)),
         )
+
+    def find(self, identity: BlockId) -> int | None:
+        """The block that is known by this identity. Changes nothing."""
+        return self._index.block_of(identity)
 
     def is_shared(self, block: int) -> bool:
         """Whether more than one table holds an active block, so that `make_writable` would need a new one."""
@@ -199,7 +243,12 @@ class KvManager:
             return block
         known = self._index.identity_of(block)
         if known is None:
-            return self._index.insert(block, identity)
+            if self._ghosts is not None:
+                self._ghosts.discard(identity)
+            found = self._index.insert(block, identity)
+            if found == block and self.is_pinned(block):
+                self._kept_appears(identity)
+            return found
         if known != identity:
             raise BlockMisuse(f"Cannot publish block {block}: it is published by another identity.", block=block)
         return block
@@ -214,8 +263,8 @@ class KvManager:
         for block in reversed(blocks):
             self._drop(block)
 
-    def forget(self, ids: Iterable[BlockId]) -> int:
-        """Makes these identities unknown and returns how many were known.
+    def forget(self, ids: Iterable[BlockId], reason: Reason = Reason.DELETED) -> int:
+        """Makes these identities unknown and returns how many were known; `reason` is what a later miss is told.
 
         Cached blocks become free; active ones stay with their holders and become free afterwards. Not counted
         as evictions.
@@ -225,6 +274,7 @@ class KvManager:
             block = self._index.block_of(identity)
             if block is None:
                 continue
+            self._remember(block, reason)
             if self._references[block] == 0:
                 self._to_free(block)
             else:
@@ -274,6 +324,22 @@ class KvManager:
                     self._leased -= 1
                     self._queue(block)
 
+    def guard(self, identity: BlockId, namespace: str) -> None:
+        """Like a pin, but for a moment only: no admission may count on the block's staying (`preview`)."""
+        self._guards.add(UNOWNED if self._owned is None else namespace, identity)
+        self.pin((identity,), namespace)
+
+    def unguard(self, identity: BlockId, namespace: str) -> None:
+        """Ends one guard. Raises BlockMisuse without one."""
+        payer = UNOWNED if self._owned is None else namespace
+        self._guards.require_droppable(payer, (identity,))
+        self._guards.drop(payer, identity)
+        self.unpin((identity,), namespace)
+
+    def watch_kept(self, watcher: Callable[[BlockId], object]) -> None:
+        """From now on `watcher(identity)` is called when a block is published whose identity is pinned or guarded."""
+        self._kept_appears = watcher
+
     def leased_by_owner(self) -> dict[str, int]:
         """Blocks that nobody holds and only a pin keeps, by who pays for them. O(pinned identities)."""
         found: Counter[str] = Counter()
@@ -302,6 +368,14 @@ class KvManager:
         if violations:
             raise IntegrityError(violations)
 
+    def _is_leased(self, block: int) -> bool:
+        """Pinned, and not by guards alone."""
+        identity = self._index.identity_of(block)
+        if identity is None:
+            return False
+        payer = self._payer(block)
+        return self._pins.count(payer, identity) > self._guards.count(payer, identity)
+
     def _require_available(self, count: int, owner: str) -> None:
         if self.ledger is not None and self.ledger.book.loaded:
             self.ledger.require(owner, count)
@@ -316,12 +390,15 @@ class KvManager:
 
     def _take(self, owner: str, charge: Charge | None = None) -> int:
         # Victims are chosen here and in `_make_free`, nowhere else.
+        self.turnover += 1
         if self._owned is not None:
             self._make_free(self._owned, owner)
         block = self._unheld.pop_front()
         if self._owned is not None:
             self._owned.take(block, owner, charge)
-        elif self._index.drop(block):
+        elif self._index.identity_of(block) is not None:
+            self._remember(block, Reason.PRESSURE)
+            self._index.drop(block)
             self._cached -= 1
             self.evicted_blocks += 1
         self._references.hold(block)
@@ -343,7 +420,13 @@ class KvManager:
     def _evict(self, owned: ReclaimOrder, block: int, reason: str) -> None:
         owned.evictions[owned.owner_of(block) or UNOWNED, reason] += 1
         self.evicted_blocks += 1
+        self._remember(block, Reason.OWN_QUOTA if reason == "limit" else Reason.PRESSURE)
         self._to_free(block)
+
+    def _remember(self, block: int, reason: Reason) -> None:
+        identity = self._index.identity_of(block)
+        if self._ghosts is not None and identity is not None:
+            self._ghosts.add(identity, reason)
 
     def _to_free(self, block: int) -> None:
         """A cached block loses its identity and is the next to be taken."""
@@ -360,6 +443,7 @@ class KvManager:
 
     def _revive(self, block: int) -> bool:
         """A cached block is active; True if it could have been evicted until now."""
+        self.turnover += 1
         self._cached -= 1
         if self.is_pinned(block):
             self._leased -= 1
@@ -385,6 +469,11 @@ class KvManager:
 
     def _queue(self, block: int) -> None:
         """A cached block may be evicted from now on, after all others."""
+        self.turnover += 1
         self._unheld.push_back(block)
         if self._owned is not None:
             self._owned.rest(block)
+
+
+def _nobody_watches(_identity: BlockId) -> None:
+    """Stands for a watcher."""

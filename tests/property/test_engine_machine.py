@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
+from lamina.engine.tier_rates import Rates
 from lamina.types import FinishReason, GenerationRequest
 from lamina.wiring.backends import Backend, TorchBackend
 from lamina.wiring.tiers import MakeTiers, build_tiers
 from lamina_kvtier.memory_tier import MemoryStore
+from lamina_kvtier.policies import LoadChoice, Split
 from support.ahead import AheadBackend
 from support.below import Below
 
@@ -134,6 +137,25 @@ class TieredMachine(AheadMachine):
         return Below(host=10, store=_SHARED, seed=blocks)
 
 
+class Halves(Rates):
+    """Whatever the store has, half of it is computed meanwhile; then its load is waited for some of the time."""
+
+    def decide(self, blocks: int, *, blocks_before: float) -> Split:
+        return Split(blocks // 2, blocks - blocks // 2, LoadChoice.SPLIT, 0.0)
+
+    def patience(self, blocks: int) -> float:
+        return 0.01
+
+
+class SplitMachine(AheadMachine):
+    """And while the rest of a prompt comes from a store with faults, beside computing."""
+
+    def tiers(self, blocks: int) -> MakeTiers:
+        below = Below(host=10, store=_SHARED, seed=blocks)
+        below.rates = Halves(16, clock=time.monotonic)
+        return below
+
+
 _SHARED = MemoryStore(limit=1 << 20)
 _SETTINGS = settings(
     max_examples=20,
@@ -147,3 +169,5 @@ TestAheadMachine = AheadMachine.TestCase
 TestAheadMachine.settings = _SETTINGS
 TestTieredMachine = TieredMachine.TestCase
 TestTieredMachine.settings = _SETTINGS
+TestSplitMachine = SplitMachine.TestCase
+TestSplitMachine.settings = _SETTINGS

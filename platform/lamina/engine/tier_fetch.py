@@ -1,247 +1,227 @@
-"""One waiting choice's blocks on their way up: looked up, loaded into host memory, promoted to the device."""
+"""One choice's prefix on its way up: looked up in the store, cut into lifts, waited for as long as that pays.
+
+found below the device     [ host memory ][ store                                ]
+load                       [ lift ][ lift ][ lift ][ lift ][ lift ][ lift ][ lift ]    starts when all have come
+split                      [ lift ][ lift ][ the choice computes  ][ lift ][ lift ]    starts after the first two
+compute                    [ lift ][ lift ][ the choice computes                  ]
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from lamina.engine.request import Choice
-from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
-from lamina_kvtier.errors import OutOfBlocks
-from lamina_kvtier.host_tier import HostTier, Reservation
+from lamina.engine.tier_lift import Lift, LiftPaths
 from lamina_kvtier.identity import BlockId
-from lamina_kvtier.manager import KvManager
-from lamina_kvtier.policies import Rate
+from lamina_kvtier.policies import LoadChoice
 from lamina_kvtier.reasons import Reason, reason_of
-from lamina_kvtier.tier import NO_ADAPTER, BlockKey, Operation, Outcome, StoreTier, Tally
+from lamina_kvtier.tier import NO_ADAPTER, BlockKey, Operation, Tally
 
-__all__ = ["Fetch", "FetchPlan", "Rates"]
+__all__ = ["Allocate", "Fetch", "begin"]
 
-_NO_PRIOR = 1e-9  # blocks: the first measurement outweighs the guess that a rate starts from
+Allocate = Callable[[int], list[int]]  # so many device blocks for a running choice, out of what it was promised
 
-
-class Rates:
-    """How fast blocks are computed and loaded, as measured lately."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._compute, self._load = (Rate(prior=1.0, prior_units=_NO_PRIOR) for _ in range(2))  # seconds per block
-
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A step; those of few tokens say nothing about prefill."""
-        if tokens >= 4 * self._block_size:
-            self._compute.observe(tokens / self._block_size, seconds)
-
-    def loaded(self, blocks: int, seconds: float) -> None:
-        self._load.observe(blocks, seconds)
-
-    def prefers_load(self) -> bool:
-        """Whether loading a block takes no longer than computing it; yes while one of both is unknown."""
-        if not self._compute.count or not self._load.count:
-            return True
-        return self._load.seconds_per_unit <= self._compute.seconds_per_unit
-
-
-class _State(Enum):
-    LOOKUP = auto()
-    LOAD = auto()
-    PROMOTE = auto()
-    COPY = auto()
-    DONE = auto()
+_LIFT_BYTES = 16 << 20  # enough for full speed, and small enough that the first blocks come soon and others get a turn
+_PROBE_BLOCKS = 8
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Holds the device blocks of the prefix that is there, and the host slots of what follows."""
+    """Of a choice that waits, and of one that computes the head of its prompt while the tail still comes up.
 
-    plan: FetchPlan
-    ids: list[BlockId]  # of what is missing on the device, from the first on
-    key: Callable[[BlockId], BlockKey]
-    blocks: list[int]  # on the device, held
-    slots: list[int]  # in host memory, held; slots[i] has ids[i]
-    state: _State
+    The waiting choice is let go as soon as waiting has taken as long as computing would. What comes later is still
+    used, if it comes before the choice gets there.
+    """
+
+    paths: LiftPaths
+    choice: Choice
+    keys: list[BlockKey]  # of what is missing on the device, from the first on
+    first: int  # and its place in the prompt, in blocks
+    held: list[int]  # device blocks before that, until the choice starts
+    lifts: list[Lift] = field(default_factory=list)
+    head: int = 0  # the choice starts when so many lifts are done
     lookup: Operation[Tally] | None = None
-    load: Operation[tuple[Outcome, ...]] | None = None
-    reservations: list[Reservation] = field(default_factory=list)
-    transfer: Transfer | None = None
-    targets: list[int] = field(default_factory=list)
-    since: float = 0.0
-    loaded: set[BlockId] = field(default_factory=set)
-    origins: dict[BlockId, str] = field(default_factory=dict)  # "host" or "store": where what it brought up came from
+    allocate: Allocate | None = None  # once the choice runs
+    starts: list[int] = field(default_factory=list)  # where in the prompt each lift begins, in blocks
+    pays_to_wait: bool = False  # for the running choice, which has come to a block that is still coming
+    waits_since: float | None = None
+    origins: dict[BlockId, str] = field(default_factory=dict)  # "host" or "store": where what came up was
     fates: dict[BlockId, Reason] = field(default_factory=dict)  # why what was asked for below did not come
-    cancelled: bool = False
+    abandoned: bool = False
 
     @property
     def is_done(self) -> bool:
-        return self.state is _State.DONE
+        """Nothing is under way any more."""
+        return self.lookup is None and all(lift.is_done for lift in self.lifts)
 
     @property
-    def held(self) -> list[int]:
-        """Device blocks."""
-        return [*self.blocks, *self.targets]
-
-    def advance(self, spilling: frozenset[int]) -> None:
-        """Goes on as far as it can without waiting. `spilling`: device blocks that are being read."""
-        steps = {
-            _State.LOOKUP: self._end_lookup,
-            _State.LOAD: self._end_load,
-            _State.PROMOTE: lambda: self._promote(spilling),
-            _State.COPY: self._end_copy,
-        }
-        while self.state in steps:
-            before = self.state
-            steps[before]()
-            if self.state is before:
-                return
-
-    def cancel(self) -> None:
-        """Stops early; what is under way still has to end."""
-        self.cancelled = True
-        for operation in (self.lookup, self.load):
-            if operation is not None:
-                operation.cancel()
-
-    def let_go(self) -> None:
-        """Gives back the device blocks; for one that is done."""
-        self.plan.kv.release(self.blocks)
-        self.blocks = []
-
-    def _end_lookup(self) -> None:
-        if self.lookup is None or not self.lookup.done():
-            return
-        tally = self.lookup.result()
-        found = 0 if self.cancelled else tally.blocks
-        self._lack(self.ids[len(self.slots) + found :], reason_of(tally.outcome))
-        self.state = _State.PROMOTE
-        if found and self.plan.store is not None:
-            self._start_load(self.plan.store, found)
-
-    def _start_load(self, store: StoreTier, found: int) -> None:
-        wanted = self.ids[len(self.slots) :][:found]
-        if not self.plan.rates.prefers_load():
-            self.plan.counts["declined"] += found
-            self._lack(wanted, Reason.CHEAPER)
-            return
-        for reservation in self.plan.host.reserve([self.key(identity) for identity in wanted]):
-            if reservation is None:
-                break
-            self.reservations.append(reservation)
-        self._lack(wanted[len(self.reservations) :], Reason.PRESSURE)
-        if self.reservations:
-            views = [self.plan.arena.bytes_of(reservation.slot) for reservation in self.reservations]
-            self.since = self.plan.clock()
-            self.load = store.load(wanted[: len(self.reservations)], views)
-            self.state = _State.LOAD
-
-    def _end_load(self) -> None:
-        if self.load is None or not self.load.done():
-            return
-        outcomes = self.load.result()
-        good = next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.OK), len(outcomes))
-        self.plan.counts["loaded"] += good
-        self.plan.counts["failed"] += len(outcomes) - good
-        if good:
-            self.plan.rates.loaded(good, self.plan.clock() - self.since)
-        for reservation, outcome in zip(self.reservations, outcomes, strict=True):
-            self._lack([reservation.key.id], reason_of(outcome))
-        here, lost = self.reservations[:good], self.reservations[good:]
-        self.loaded.update(reservation.key.id for reservation in here)
-        self.plan.host.commit(here)
-        self.plan.host.abandon(lost)
-        arrived = self.plan.host.find([reservation.key.id for reservation in here])
-        self.plan.host.hold(arrived)
-        self.slots += arrived
-        self.reservations = []
-        self.state = _State.PROMOTE
-
-    def _promote(self, spilling: frozenset[int]) -> None:
-        count = 0 if self.cancelled else min(len(self.slots), self.plan.kv.available_to(self._owner))
-        try:
-            targets = self.plan.kv.allocate(count, owner=self._owner) if count else []
-        except OutOfBlocks:
-            targets = []
-        if not targets:
-            self._finish()
-        elif spilling & frozenset(targets):
-            self.plan.kv.release(targets)  # they are being read: another moment
-        else:
-            self.targets = targets
-            self.transfer = self.plan.mover.promote(self.slots[: len(targets)], targets)
-            self.state = _State.COPY
+    def tables(self) -> list[list[int]]:
+        """Device blocks that are held for it."""
+        return [self.held, *(lift.held for lift in self.lifts)]
 
     @property
-    def _owner(self) -> str:
-        return self.key(self.ids[0]).namespace
+    def _tail(self) -> int:
+        """Blocks that come while the choice runs."""
+        return sum(len(lift.keys) for lift in self.lifts[self.head :])
 
-    def _end_copy(self) -> None:
-        if self.transfer is None or not self.transfer.done():
-            return
-        try:
-            self.transfer.wait()
-        except RuntimeError:
-            self.plan.counts["failed"] += len(self.targets)
-            self.plan.kv.release(self.targets)
-        else:
-            for block, identity in zip(self.targets, self.ids, strict=False):
-                self.plan.kv.publish(block, identity)
-                self.origins[identity] = "store" if identity in self.loaded else "host"
-            self.blocks += self.targets
-            self.plan.counts["promoted"] += len(self.targets)
-        self.targets = []
-        self._finish()
+    @property
+    def bytes(self) -> int:
+        """Of all that it may bring up."""
+        return len(self.keys) * self.paths.arena.block_bytes
 
-    def _lack(self, ids: Iterable[BlockId], reason: Reason | None) -> None:
-        if reason is not None:
-            self.fates |= dict.fromkeys(ids, reason)
+    def is_ready(self) -> bool:
+        """Whether the choice, whose turn it is, may start."""
+        if self.lookup is None and all(lift.is_done for lift in self.lifts[: self.head]):
+            return True
+        return self._has_waited(len(self.keys))
 
-    def _finish(self) -> None:
-        self.plan.host.release(self.slots)
-        self.slots = []
-        self.state = _State.DONE
+    def advance(self) -> None:
+        """Goes on as far as it can without waiting."""
+        if self.lookup is not None and self.lookup.done():
+            tally, self.lookup = self.lookup.result(), None
+            if not self.abandoned:
+                self._decide(tally)
+        for lift in self.lifts:
+            lift.advance()
 
+    def started(self, allocate: Allocate) -> None:
+        """The choice holds itself what has come so far."""
+        self._give_up(self.lifts[: self.head])
+        self.allocate, self.waits_since = allocate, None
+        self.let_go()
 
-class FetchPlan:
-    """Begins fetches, and has what they work with."""
-
-    def __init__(
-        self,
-        kv: KvManager,
-        host: HostTier,
-        arena: HostBlocks,
-        mover: BlockMover,
-        store: StoreTier | None,
-        counts: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self.kv, self.host, self.arena, self.mover, self.store = kv, host, arena, mover, store
-        self.counts, self.clock = counts, clock
-        self.rates = Rates(kv.block_size)
-
-    def begin(self, choice: Choice) -> Fetch | None:
-        """None if nothing below the device can help."""
-        known = choice.known_ids(self.kv.block_size)
-        on_device = self.kv.match(known)
-        missing = known[on_device:]
-        slots = self.host.find(missing)
-        below = missing[len(slots) :]
-        if not missing or not (slots or (below and self.store is not None)):
+    def computes_until(self) -> int | None:
+        """Blocks of the prompt up to which the running choice computes now; None: all of it."""
+        coming = next((start for start, lift in zip(self.starts, self.lifts, strict=True) if not lift.is_done), None)
+        if coming is None or not self.pays_to_wait:
             return None
-        self.host.hold(slots)
-        lookup = self.store.lookup(below) if below and self.store is not None else None
-        return Fetch(
-            plan=self,
-            ids=missing,
-            key=_namer(choice),
-            blocks=self.kv.acquire(known[:on_device]),
-            slots=slots,
-            state=_State.LOOKUP if lookup is not None else _State.PROMOTE,
-            lookup=lookup,
-        )
+        if self.choice.computed // self.paths.kv.block_size >= coming and self._has_waited(self._tail):
+            self.pays_to_wait = False
+            self._give_up(self.lifts)
+            return None
+        return coming
+
+    def _give_up(self, lifts: Iterable[Lift]) -> None:
+        """These were waited for long enough. They still come, and are used if they come soon."""
+        late = [lift for lift in lifts if not lift.is_done]
+        self.paths.counts["declined"] += sum(len(lift.keys) for lift in late)
+        for lift in late:
+            self._lack(lift.keys, Reason.REMOTE_DOWN)
+
+    def _has_waited(self, blocks: int) -> bool:
+        """Whether waiting for these blocks has taken as long as computing them would; the first call starts to wait."""
+        if self.waits_since is None:
+            self.waits_since = self.paths.clock()
+        return self.paths.clock() - self.waits_since >= self.paths.rates.patience(blocks)
+
+    def took(self, identities: Iterable[BlockId]) -> int:
+        """The running choice holds these blocks itself; returns how many of them were taken out of its promise."""
+        identities = list(identities)
+        return sum(len(lift.let_go(identities)) for lift in self.lifts if lift.here)
+
+    def passed(self, blocks: int) -> None:
+        """The running choice has computed so many blocks: those of them that came too late are not its own any more."""
+        self.took(key.id for key in self.keys[: max(0, blocks - self.first)])
+
+    def let_go(self) -> bool:
+        """Gives back the device blocks that have come; False if there were none. They stay cached, and are found if
+        nobody takes them."""
+        held, self.held = self.held, []
+        self.paths.kv.release(held)
+        returned = [lift.let_go(list(lift.here)) for lift in self.lifts]
+        return bool(held) or any(returned)
+
+    def abandon(self) -> None:
+        """The choice does not want it any more; what is under way still has to end."""
+        self.abandoned = True
+        if self.lookup is not None:
+            self.lookup.cancel()
+        for lift in self.lifts:
+            lift.cancel()
+        self.let_go()
+
+    def news(self) -> tuple[dict[BlockId, str], dict[BlockId, Reason]]:
+        """Origins and fates that it has not told of before."""
+        for lift in self.lifts:
+            self.origins |= lift.origins
+            self.fates |= lift.fates
+            lift.origins, lift.fates = {}, {}
+        news = self.origins, self.fates
+        self.origins, self.fates = {}, {}
+        return news
+
+    # --- what the look-up says ----------------------------------------------------------------------------
+
+    def _decide(self, tally: Tally) -> None:
+        """Loads, splits or declines what the store has."""
+        below = self.keys[sum(len(lift.keys) for lift in self.lifts) :]
+        found, lost = below[: tally.blocks], below[tally.blocks :]
+        self._lack(lost, reason_of(tally.outcome))
+        waiting = self.paths.loads.bytes_before(self.choice.request.tenant, self._weight)
+        choice = self.paths.rates.decide(len(found), blocks_before=waiting / self.paths.arena.block_bytes)
+        front = choice.compute_front
+        self.paths.counts["declined"] += front
+        self._lack(found[:front], _DECLINED.get(choice.reason, Reason.CHEAPER))
+        start = self.first + len(self.keys) - len(below)
+        if choice.load_back:
+            self._lift(found[front:], start + front)
+            self.pays_to_wait = front > 0
+            self.head = self.head if front else len(self.lifts)
+        elif found and self.paths.rates.take_probe():
+            self._lift(found[-_PROBE_BLOCKS:], start + max(0, front - _PROBE_BLOCKS))
+
+    def bring(self, keys: list[BlockKey]) -> None:
+        """Blocks that are in host memory: the choice waits for them."""
+        self._lift(keys, self.first)
+        self.head = len(self.lifts)
+
+    def _lift(self, keys: list[BlockKey], at: int) -> None:
+        size = max(1, _LIFT_BYTES // self.paths.arena.block_bytes)
+        for start in range(0, len(keys), size):
+            lift = Lift(
+                self.paths, keys[start : start + size], self.choice.request.tenant, self._weight, self._device_blocks
+            )
+            self.lifts.append(lift)
+            self.starts.append(at + start)
+            lift.begin()
+
+    def _device_blocks(self, count: int) -> list[int]:
+        if self.allocate is not None:
+            return self.allocate(count)
+        return self.paths.kv.allocate(count, owner=self.keys[0].namespace)
+
+    @property
+    def _weight(self) -> float:
+        return self.choice.request.request.weight
+
+    def _lack(self, keys: Iterable[BlockKey], reason: Reason | None) -> None:
+        if reason is not None:
+            self.fates |= dict.fromkeys((key.id for key in keys), reason)
+
+
+def begin(paths: LiftPaths, choice: Choice) -> Fetch | None:
+    """Looks for what the device lacks of a choice's prefix; None if nothing below can help."""
+    known = choice.known_ids(paths.kv.block_size)
+    on_device = paths.kv.match(known)
+    missing = known[on_device:]
+    in_host = len(paths.host.find(missing))
+    below = missing[in_host:]
+    if not in_host and (not below or paths.store is None):
+        return None
+    keys = list(map(_namer(choice), missing))
+    fetch = Fetch(paths, choice, keys, on_device, held=paths.kv.acquire(known[:on_device]))
+    if in_host:
+        fetch.bring(keys[:in_host])
+    if below and paths.store is not None:
+        fetch.lookup = paths.store.lookup(below)
+    return fetch
 
 
 def _namer(choice: Choice) -> Callable[[BlockId], BlockKey]:
     request = choice.request.request
     adapter = NO_ADAPTER if request.adapter is None else bytes.fromhex(request.adapter)
     return lambda identity: BlockKey(identity, request.namespace, adapter)
+
+
+_DECLINED = {LoadChoice.DEADLINE: Reason.REMOTE_DOWN}

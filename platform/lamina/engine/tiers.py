@@ -3,33 +3,38 @@
     device pool ──spill──▶ host memory ──put──▶ store (Redis, ...)
                 ◀─promote──            ◀─load──
 
-A spill copies blocks that would be evicted next; they stay where they are until somebody needs the room. A promotion is
-a *fetch* of one waiting choice: its blocks are copied into newly allocated ones and published, so that the choice finds
-them as any cached prefix when it is admitted. Others run meanwhile. Every transfer is ordered by the lanes of
-`BlockMover`; a step that writes into a block which is still being spilled waits on the device (`before_step`).
+Down (`tier_spill`): blocks that would be evicted next are copied, and stay where they are until somebody needs the
+room. Up (`tier_fetch`): a *fetch* of one choice copies what it lacks into newly allocated blocks and publishes them, so
+that the choice finds them as any cached prefix, when it starts or when its computing gets there. Others run meanwhile.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from lamina.engine.host_commons import HostCommons
 from lamina.engine.provenance import Provenance, Unasked
-from lamina.engine.request import Choice
-from lamina.engine.tier_fetch import Fetch, FetchPlan
-from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
-from lamina_kvtier.host_tier import HostTier, Reservation
+from lamina.engine.request import Choice, ChoiceStatus
+from lamina.engine.tier_fetch import Allocate, Fetch, begin
+from lamina.engine.tier_lift import LiftPaths
+from lamina.engine.tier_quotas import PoolOnly, TiersBelow, require_nothing
+from lamina.engine.tier_rates import Rates
+from lamina.engine.tier_spill import SPILL_BATCH, Puts, Spills
+from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks
+from lamina_kvtier.host_tier import HostTier
+from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
-from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier
+from lamina_kvtier.quota import Quota
+from lamina_kvtier.reasons import Reason
+from lamina_kvtier.tier import StoreTier, TierUsage
 
 __all__ = ["KvTiers", "NoTiers", "TierGate", "TierStats", "Tiers"]
 
-_MAX_SPILLS = 4  # transfers under way
-_SPILL_BATCH = 256  # blocks of one transfer
-_MAX_PUT_BYTES = 256 << 20  # on their way to the store; what comes beyond stays in host memory only
+_AHEAD_PART = 4  # of the pool no more than this part is fetched for choices that wait
 
 
 class TierGate(Protocol):
@@ -39,12 +44,25 @@ class TierGate(Protocol):
         """False while blocks for this waiting choice are on their way up; the first call starts that."""
         ...
 
-    def started(self, choice: Choice) -> None:
-        """The choice holds its prefix itself now."""
+    def look_ahead(self, choices: Iterable[Choice]) -> None:
+        """Begins to bring up blocks for these waiting choices, the next ones first, within bounds."""
+        ...
+
+    def started(self, choice: Choice, allocate: Allocate) -> None:
+        """The choice holds its prefix itself now. More may come while it runs: into blocks that `allocate` gives."""
+        ...
+
+    def computes_until(self, choice: Choice) -> int | None:
+        """Blocks of its prompt up to which this running choice should compute now, since the next ones are worth
+        waiting for; None: as far as it goes. May say less for a while, but not for ever."""
+        ...
+
+    def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
+        """The running choice took these blocks; returns how many of them `allocate` had given for it."""
         ...
 
     def left(self, choice: Choice) -> None:
-        """The choice will not start, or ended."""
+        """The choice will not start, or runs no more."""
         ...
 
     def give_back(self) -> bool:
@@ -70,8 +88,26 @@ class TierStats:
     failed: int = 0  # put, load or copy that did not work out
 
 
-class Tiers(TierGate, Protocol):
+@dataclass(frozen=True, slots=True)
+class Below:
+    """What there is below the device, for whoever explains or verifies it between steps."""
+
+    host: HostTier
+    arena: HostBlocks
+    store: StoreTier | None
+
+
+class Tiers(TierGate, TiersBelow, Protocol):
     """What the engine core asks of them."""
+
+    @property
+    def below(self) -> Below | None:
+        """None: the device pool is all there is."""
+        ...
+
+    def report_to(self, provenance: Provenance) -> None:
+        """From now on this one hears where blocks came from. Before the first request."""
+        ...
 
     def settle(self) -> None:
         """Takes in what has ended since the last call."""
@@ -83,6 +119,10 @@ class Tiers(TierGate, Protocol):
 
     def after_step(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens was launched and took so long."""
+        ...
+
+    def forget(self, ids: Sequence[BlockId]) -> None:
+        """What was saved of these blocks may not be what they should be: the step that computed them failed."""
         ...
 
     @property
@@ -97,14 +137,28 @@ class Tiers(TierGate, Protocol):
     def close(self) -> None: ...
 
 
-class NoTiers:
+class NoTiers(PoolOnly):
     """The device pool alone."""
+
+    below: Below | None = None
+
+    def report_to(self, provenance: Provenance) -> None:
+        """Nothing ever comes up."""
 
     def is_ready(self, choice: Choice) -> bool:
         return True
 
-    def started(self, choice: Choice) -> None:
+    def look_ahead(self, choices: Iterable[Choice]) -> None:
+        """There is nothing to bring up."""
+
+    def started(self, choice: Choice, allocate: Allocate) -> None:
         """Nothing was fetched."""
+
+    def computes_until(self, choice: Choice) -> int | None:
+        return None
+
+    def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
+        return 0
 
     def left(self, choice: Choice) -> None:
         """Nothing was fetched."""
@@ -124,6 +178,9 @@ class NoTiers:
     def after_step(self, tokens: int, seconds: float) -> None:
         """Nothing is spilled."""
 
+    def forget(self, ids: Sequence[BlockId]) -> None:
+        """Nothing was saved."""
+
     @property
     def is_busy(self) -> bool:
         return False
@@ -138,19 +195,6 @@ class NoTiers:
         """Nothing to close."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Spill:
-    transfer: Transfer
-    reservations: list[Reservation]
-    blocks: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Put:
-    operation: Operation[tuple[Outcome, ...]]
-    slots: list[int]
-
-
 class KvTiers:
     """Host memory, and below it a store if there is one. Owned by the engine's thread."""
 
@@ -163,144 +207,169 @@ class KvTiers:
         store: StoreTier | None = None,
         *,
         low_water: int,
+        commons_of_host: HostCommons | None = None,
         provenance: Provenance | None = None,
+        rates: Rates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`low_water`: free device blocks below which the next victims are spilled. `provenance` hears of fetches."""
+        """`low_water`: free device blocks below which the next victims are spilled. `provenance` hears of fetches.
+
+        `commons_of_host`: the quotas and pins of `host`; None: it is a store's working memory and no tier of its own.
+        """
+        self.commons_of_host = commons_of_host
         self._kv, self._host, self._arena, self._mover, self._store = kv, host, arena, mover, store
-        self._low_water = low_water
         self._provenance: Provenance = Unasked() if provenance is None else provenance
         self._counts: Counter[str] = Counter()
-        self._plan = FetchPlan(kv, host, arena, mover, store, self._counts, clock)
-        self._spills: list[_Spill] = []
-        self._puts: list[_Put] = []
-        self._fetches: dict[Choice, Fetch] = {}
+        rates = Rates(kv.block_size, clock=clock) if rates is None else rates
+        self._paths = LiftPaths(kv, host, arena, mover, store, self._counts, rates, clock)
+        self._puts = Puts(kv, host, arena, store, self._counts)
+        self._spills = Spills(kv, host, mover, self._puts, self._counts, low_water=low_water)
+        self._fetches: dict[Choice, Fetch] = {}  # of choices that wait, and of running ones whose tail still comes
+        self._seen: set[Choice] = set()  # waiting ones for which nothing was below when it was looked for ahead
         self._orphans: list[Fetch] = []  # of choices that left: their transfers have to end first
+
+    @property
+    def below(self) -> Below | None:
+        return Below(self._host, self._arena, self._store)
+
+    def report_to(self, provenance: Provenance) -> None:
+        self._provenance = provenance
+        self._puts.kept = provenance.stored
 
     # --- the scheduler's side -----------------------------------------------------------------------------
 
     def is_ready(self, choice: Choice) -> bool:
-        fetch = self._fetches.get(choice)
+        fetch = self._fetches.get(choice) or self._begin(choice)
         if fetch is None:
-            fetch = self._plan.begin(choice)
-            if fetch is None:
-                return True
-            self._fetches[choice] = fetch
-        fetch.advance(self._spilling())
-        return fetch.is_done
+            return True
+        self._advance([fetch])
+        return fetch.is_ready()
 
-    def started(self, choice: Choice) -> None:
-        fetch = self._fetches.pop(choice, None)
+    def look_ahead(self, choices: Iterable[Choice]) -> None:
+        room = self._kv.num_blocks // _AHEAD_PART * self._arena.block_bytes
+        room -= sum(fetch.bytes for fetch in self._fetches.values())
+        for choice in choices:
+            if room <= 0:
+                return
+            if choice not in self._fetches and choice not in self._seen:
+                fetch = self._begin(choice)
+                if fetch is None:
+                    self._seen.add(choice)
+                else:
+                    room -= fetch.bytes
+
+    def started(self, choice: Choice, allocate: Allocate) -> None:
+        self._seen.discard(choice)
+        fetch = self._fetches.get(choice)
         if fetch is not None:
-            self._provenance.arrived(choice, fetch.origins, fetch.fates)
-            fetch.let_go()
+            self._tell(fetch)
+            fetch.started(allocate)
+            if fetch.is_done:
+                del self._fetches[choice]
+
+    def computes_until(self, choice: Choice) -> int | None:
+        fetch = self._fetches.get(choice)
+        return None if fetch is None else fetch.computes_until()
+
+    def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
+        fetch = self._fetches.get(choice)
+        return 0 if fetch is None else fetch.took(ids)
 
     def left(self, choice: Choice) -> None:
+        self._seen.discard(choice)
         fetch = self._fetches.pop(choice, None)
         if fetch is not None:
-            fetch.cancel()
+            fetch.abandon()
             self._orphans.append(fetch)
 
     def give_back(self) -> bool:
-        idle = [fetch for fetch in self._fetches.values() if fetch.is_done and fetch.blocks]
-        for fetch in idle:
-            fetch.let_go()  # they stay cached, and are found if nobody takes them
-        return bool(idle)
+        waiting = [fetch for fetch in self._fetches.values() if fetch.choice.status is ChoiceStatus.WAITING]
+        return sum(fetch.let_go() for fetch in waiting) > 0  # all of them, so not `any`
+
+    def _begin(self, choice: Choice) -> Fetch | None:
+        fetch = begin(self._paths, choice)
+        if fetch is not None:
+            self._fetches[choice] = fetch
+        return fetch
+
+    def _advance(self, fetches: Sequence[Fetch]) -> None:
+        for fetch in fetches:
+            fetch.advance()
+        if fetches:
+            self._paths.start_waiting(self._spills.reading)
+        for fetch in fetches:
+            fetch.advance()  # what was so quick need not wait for the next step
+
+    def _tell(self, fetch: Fetch) -> None:
+        origins, fates = fetch.news()
+        if origins or fates:
+            self._provenance.arrived(fetch.choice, origins, fates)
 
     # --- the step's side ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Takes in what has ended since the last call."""
-        self._spills = [spill for spill in self._spills if not self._end_spill(spill)]
-        self._puts = [put for put in self._puts if not self._end_put(put)]
-        for fetch in [*self._fetches.values(), *self._orphans]:
-            fetch.advance(self._spilling())
+        self._spills.settle()
+        self._puts.settle()
+        self._advance([*self._fetches.values(), *self._orphans])
+        for choice, fetch in list(self._fetches.items()):
+            if choice.status is ChoiceStatus.RUNNING:
+                self._go_on(choice, fetch)
         for fetch in self._orphans:
             if fetch.is_done:
                 fetch.let_go()
         self._orphans = [fetch for fetch in self._orphans if not fetch.is_done]
+        self._save_pinned()
+
+    def _go_on(self, choice: Choice, fetch: Fetch) -> None:
+        """Of a running choice: lets go of what it has computed itself, and of all of it once its prompt is done."""
+        self._tell(fetch)
+        fetch.passed(choice.computed // self._kv.block_size)
+        if choice.pending <= 1:
+            self.left(choice)
+        elif fetch.is_done and not any(fetch.tables):
+            del self._fetches[choice]
 
     def before_step(self, written: Iterable[int]) -> None:
-        """Lets the step wait, on the device, for spills of blocks that it overwrites."""
-        targets = frozenset(written)
-        for spill in self._spills:
-            if spill.blocks & targets:
-                spill.transfer.gate()
+        """Lets the step wait for spills of blocks that it overwrites, on the device if there is one."""
+        self._spills.before_step(written)
 
     def after_step(self, tokens: int, seconds: float) -> None:
         """Notes how fast steps compute, and spills ahead of need."""
-        self._plan.rates.computed(tokens, seconds)
-        if self._kv.usage().free >= self._low_water or len(self._spills) >= _MAX_SPILLS:
-            return
-        busy = self._spilling()
-        victims = [
-            (block, BlockKey(identity, self._kv.owner_of(block) or ""))
-            for block, identity in self._kv.next_victims(self._low_water)
-            if block not in busy and not self._host.knows(identity)
-        ][:_SPILL_BATCH]
-        if victims:
-            self._spill(victims[::-1])
+        self._paths.rates.computed(tokens, seconds)
+        self._save_pinned()
+        self._spills.after_step()
+
+    def _save_pinned(self) -> None:
+        """Copies down what pins with floor `host` keep on the device until it is below, however much is free."""
+        if self.commons_of_host is not None and self._spills.has_room:
+            due = self.commons_of_host.pins.due(SPILL_BATCH)
+            if due:
+                self._spills.save(due[::-1])
+
+    def forget(self, ids: Sequence[BlockId]) -> None:
+        """In every tier."""
+        self._host.forget(ids, Reason.INTEGRITY)
+        if self._store is not None:
+            self._store.delete(ids)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a waiting choice's blocks are on their way."""
+        """Whether a choice waits for blocks that are on their way."""
         return bool(self._fetches)
 
-    def _spilling(self) -> frozenset[int]:
-        return frozenset[int]().union(*(spill.blocks for spill in self._spills))
+    # --- quotas -------------------------------------------------------------------------------------------
 
-    def _spill(self, victims: Sequence[tuple[int, BlockKey]]) -> None:
-        """Blocks and what they hold, head first, as tables have them."""
-        given = self._host.reserve([key for _, key in victims])
-        pairs = zip(victims, given, strict=True)
-        reserved = [(block, reservation) for (block, _), reservation in pairs if reservation is not None]
-        if not reserved:
-            return
-        reservations = [reservation for _, reservation in reserved]
-        sources = [block for block, _ in reserved]
-        transfer = self._mover.spill(sources, [reservation.slot for reservation in reservations])
-        self._spills.append(_Spill(transfer, reservations, frozenset(sources)))
-        self._spills = [spill for spill in self._spills if not self._end_spill(spill)]
-
-    def _end_spill(self, spill: _Spill) -> bool:
-        if not spill.transfer.done():
-            return False
-        try:
-            spill.transfer.wait()
-        except RuntimeError:
-            self._host.abandon(spill.reservations)
-            self._counts["failed"] += len(spill.reservations)
-            return True
-        self._host.commit(spill.reservations)
-        self._counts["spilled"] += len(spill.reservations)
-        self._put(spill.reservations)
-        return True
-
-    def _put(self, reservations: Sequence[Reservation]) -> None:
-        """Writes through to the store, as long as it keeps up."""
+    def set_store_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """See TiersBelow."""
         if self._store is None:
-            return
-        under_way = sum(len(put.slots) for put in self._puts) * self._arena.block_bytes
-        room = max(0, (_MAX_PUT_BYTES - under_way) // self._arena.block_bytes)
-        found = [slot for reservation in reservations[:room] for slot in self._host.find([reservation.key.id])]
-        if not found:
-            return
-        self._host.hold(found)
-        keys = [self._host.key_of(slot) for slot in found]
-        operation = self._store.put(
-            [key for key in keys if key is not None], [self._arena.bytes_of(slot) for slot in found]
-        )
-        self._puts.append(_Put(operation, found))
+            require_nothing(quotas)
+        else:
+            self._store.set_quotas(quotas)
 
-    def _end_put(self, put: _Put) -> bool:
-        if not put.operation.done():
-            return False
-        outcomes = put.operation.result()
-        kept = sum(outcome is Outcome.OK for outcome in outcomes)
-        self._counts["stored"] += kept
-        self._counts["failed"] += len(outcomes) - kept
-        self._host.put_back(put.slots)
-        return True
+    def store_usage(self) -> TierUsage | None:
+        """See TiersBelow."""
+        return None if self._store is None else self._store.usage()
 
     # --- reports ------------------------------------------------------------------------------------------
 
@@ -313,11 +382,14 @@ class KvTiers:
         )
 
     def held_tables(self) -> list[list[int]]:
-        return [fetch.held for fetch in [*self._fetches.values(), *self._orphans]]
+        return [table for fetch in [*self._fetches.values(), *self._orphans] for table in fetch.tables]
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless host memory's books agree."""
-        self._host.check_integrity()
+        if self.commons_of_host is None:
+            self._host.check_integrity()
+        else:
+            self.commons_of_host.check_integrity()
 
     def close(self) -> None:
         """Ends the store; nothing may be called afterwards."""
