@@ -18,8 +18,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +27,9 @@ from lamina_kvtier.identity import BlockId
 from lamina_kvtier.lmcache_wire import LmcacheNames, LmcacheWire
 from lamina_kvtier.operations import Ended
 from lamina_kvtier.quota import Quota
-from lamina_kvtier.redis_plane import Batch, PlaneConfig, RedisAddress
+from lamina_kvtier.redis_plane import PlaneConfig, RedisAddress
 from lamina_kvtier.staged_moves import Move, Mover
+from lamina_kvtier.staged_windows import GRACE_S, Window, Windows, places_of, settler_of
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally, TierUsage
 
 # LMCache reports its use to its makers unless told not to, when it is imported; and it logs each prefetch.
@@ -66,7 +66,6 @@ _log = logging.getLogger(__name__)
 _ALIGN = 4096  # bytes; LMCache rounds each object in the slab up to that
 _SHARES = 4  # of the slab: one window being loaded, one being stored, one leaving, and one that is late
 _UNLIMITED = 2**62  # bytes: what a quota has as its limit that has none
-_GRACE_S = 0.25  # what a request that is under way at its deadline takes to end
 _PAUSE_S = 0.001  # until the slab has let go of what just left it
 # LMCache's object groups. In the slab a block has one name for each direction: a load must not find there what a put is
 # still taking to the server, for it may never arrive, nor a put what a load has brought, for LMCache would drop it.
@@ -108,7 +107,7 @@ class LmcacheTier:
         self._config = config = config or LmcacheTierConfig()
         self._name, self._names, self._block_bytes = name, names, block_bytes
         self._wire = LmcacheWire(address, names, block_bytes, ttl_s=config.ttl_s, plane=config.plane, name=name)
-        self._windows = _Windows()
+        self._windows = Windows()
         room = -(-block_bytes // _ALIGN) * _ALIGN
         window = max(1, config.slab_bytes // _SHARES // room)
         self._manager = _manager(_SHARES * window * room, _AdapterConfig(self._wire, self._windows))
@@ -176,7 +175,7 @@ class LmcacheTier:
         for mover in movers:
             mover.close()
         self._wire.close()
-        stuck = [mover for mover in movers if not mover.join(self._config.put_s + 2 * _GRACE_S)]
+        stuck = [mover for mover in movers if not mover.join(self._config.put_s + 2 * GRACE_S)]
         if stuck:  # they hold nobody's memory, but LMCache may not be taken from under them
             _log.error("LMCache does not answer; %d threads are left to it", len(stuck))
             return
@@ -210,8 +209,8 @@ class LmcacheTier:
     # Down. On the put mover's thread.
 
     def _put_window(self, move: Move, blocks: range) -> None:
-        places = _places(move, blocks)
-        with self._windows.storing.open(move.deadline, _settler(move, places)) as window:
+        places = places_of(move, blocks)
+        with self._windows.storing.open(move.deadline, settler_of(move, places)) as window:
             waiting = list(places)
             while waiting and not move.done():
                 staged = self._stage(move, waiting, places, window)
@@ -221,7 +220,7 @@ class LmcacheTier:
             window.wait()
 
     def _stage(
-        self, move: Move, wanted: Sequence[BlockId], places: Mapping[BlockId, Sequence[int]], window: _Window
+        self, move: Move, wanted: Sequence[BlockId], places: Mapping[BlockId, Sequence[int]], window: Window
     ) -> set[BlockId]:
         """Copies as many of the blocks into the slab as it takes, and lets LMCache store them; which."""
         with move.hold() as values:
@@ -237,8 +236,8 @@ class LmcacheTier:
     # Up. On the load mover's thread.
 
     def _load_window(self, move: Move, blocks: range) -> None:
-        places = _places(move, blocks)
-        settle = _settler(move, places)
+        places = places_of(move, blocks)
+        settle = settler_of(move, places)
         with self._windows.loading.open(move.deadline, lambda block, outcome: None) as window:
             while places and not move.done():
                 self._release_late()
@@ -257,13 +256,13 @@ class LmcacheTier:
                 if places:
                     time.sleep(_PAUSE_S)
 
-    def _prefetch(self, keys: list[ObjectKey], window: _Window) -> list[ObjectKey] | None:
+    def _prefetch(self, keys: list[ObjectKey], window: Window) -> list[ObjectKey] | None:
         """Which of them lie in the slab now, locked for us; None: LMCache did not answer before the deadline."""
         spec = PrefetchTaskSpec([GroupedObjectKeys(keys, _UP, self._layout)], fetching_policy="full")
         handle = self._manager.submit_prefetch_task(spec)
         if not self._manager.wait_prefetch_status(handle, max(0.0, window.deadline - time.monotonic())):
             window.remind()
-            if not self._manager.wait_prefetch_status(handle, _GRACE_S):
+            if not self._manager.wait_prefetch_status(handle, GRACE_S):
                 self._late.append((handle, keys))
                 return None
         return self._hits(handle, keys)
@@ -298,79 +297,10 @@ class LmcacheTier:
         self._late = still
 
 
-class _Window:
-    """Some blocks on their way between the slab and the server, with one deadline."""
-
-    def __init__(self, deadline: float, settle: Callable[[BlockId, Outcome], None]) -> None:
-        self.deadline = deadline
-        self.outcomes: dict[BlockId, Outcome] = {}
-        self._settle = settle
-        self._batches: list[Batch[None]] = []
-        self._open: set[BlockId] = set()
-        self._changed = threading.Condition()
-
-    def expect(self, blocks: Iterator[BlockId] | Mapping[BlockId, Any]) -> None:
-        with self._changed:
-            self._open |= set(blocks)
-
-    def settle(self, block: BlockId, outcome: Outcome) -> None:
-        self._settle(block, outcome)
-        with self._changed:
-            self.outcomes[block] = outcome
-            self._open.discard(block)
-            self._changed.notify_all()
-
-    def carried_by(self, batch: Batch[None]) -> None:
-        with self._changed:
-            self._batches.append(batch)
-
-    def wait(self) -> None:
-        """Until each expected block has its outcome, or the deadline passed and they were given up."""
-        if not self._wait(self.deadline - time.monotonic()):
-            self.remind()
-            self._wait(_GRACE_S)
-
-    def remind(self) -> None:
-        """The deadline has passed: takes back what the server was not asked yet."""
-        with self._changed:
-            batches = list(self._batches)
-        for batch in batches:
-            batch.done()
-
-    def _wait(self, timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._open, max(0.0, timeout))
-
-
-class _Register:
-    """Which window waits for a block. Tasks come from LMCache's threads and name blocks only."""
-
-    def __init__(self) -> None:
-        self._window: _Window | None = None  # one at a time: there is one mover for each direction
-
-    @contextmanager
-    def open(self, deadline: float, settle: Callable[[BlockId, Outcome], None]) -> Iterator[_Window]:
-        self._window = window = _Window(deadline, settle)
-        try:
-            yield window
-        finally:
-            self._window = None
-
-    @property
-    def current(self) -> _Window:
-        """Nobody waits any more: a window of no time and no interest."""
-        return self._window or _Window(time.monotonic(), lambda block, outcome: None)
-
-
-class _Windows:
-    def __init__(self) -> None:
-        self.storing, self.loading = _Register(), _Register()
-
-
 class _AdapterConfig(L2AdapterConfigBase):
     """Made by a tier, for its own adapter."""
 
-    def __init__(self, wire: LmcacheWire, windows: _Windows) -> None:
+    def __init__(self, wire: LmcacheWire, windows: Windows) -> None:
         super().__init__()
         self.wire, self.windows = wire, windows
 
@@ -485,22 +415,6 @@ def _blocks(keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[tuple[Blo
 def _bytes_of(place: Any) -> memoryview:
     """An object's memory in the slab."""
     return memoryview(place.byte_array).cast("B")
-
-
-def _places(move: Move, blocks: range) -> dict[BlockId, list[int]]:
-    """Where in the move each block of the window is: a block may be named twice, and is moved once."""
-    places: dict[BlockId, list[int]] = {}
-    for at in blocks:
-        places.setdefault(move.ids[at], []).append(at)
-    return places
-
-
-def _settler(move: Move, places: Mapping[BlockId, Sequence[int]]) -> Callable[[BlockId, Outcome], None]:
-    def settle(block: BlockId, outcome: Outcome) -> None:
-        for at in places.get(block, ()):  # what comes late may be of a window before
-            move.settle(at, outcome)
-
-    return settle
 
 
 register_l2_adapter_type("lamina", _AdapterConfig)
