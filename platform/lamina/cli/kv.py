@@ -16,7 +16,7 @@ import typer
 from lamina.cli.access import Access, run
 from lamina.cli.kv_view import Overview, block_line, hit_rates
 from lamina.cli.listing import Json, echo_json, echo_table, instant
-from lamina.cli.operator import NoServer, Server, find_server
+from lamina.cli.operator import NoServer, Server, find_server, site_of
 from lamina.cli.sizes import size
 from lamina.errors import EngineUnavailable, InvalidRequest
 
@@ -50,8 +50,9 @@ def top(
 
     Example: lamina kv top --once --json
     """
-    server, pool, quotas = run(lambda access: _look(access, url))
+    site, pool, quotas = run(_look)
     try:
+        server = find_server(site, url)
         found = server.get(_OVERVIEW)
     except (NoServer, EngineUnavailable) as error:
         _from_database(pool, quotas, why=error.message, json=json)
@@ -65,8 +66,8 @@ def top(
             _refresh(server, found, quotas, interval)
 
 
-async def _look(access: Access, url: str | None) -> tuple[Server, PoolRecord | None, tuple[QuotaRecord, ...]]:
-    return find_server(access, url), await access.quotas.pool(), await access.quotas.list()
+async def _look(access: Access) -> tuple[tuple[Path, bytes], PoolRecord | None, tuple[QuotaRecord, ...]]:
+    return await site_of(access), await access.quotas.pool(), await access.quotas.list()
 
 
 def _print_overview(overview: Overview) -> None:
@@ -169,8 +170,10 @@ def explain(
     Example: lamina kv explain --tenant acme --model support-bot --messages chat.json
     """
     text = _one_prompt(prompt, prompt_file, messages)
-    server, owner, namespace = run(lambda access: _whose(access, tenant, url))
-    found = server.post(_EXPLAIN, {"tenant_id": owner.id, "namespace": namespace, "model": model} | text)
+    site, owner, namespace = run(lambda access: _whose(access, tenant))
+    found = find_server(site, url).post(
+        _EXPLAIN, {"tenant_id": owner.id, "namespace": namespace, "model": model} | text
+    )
     if json:
         echo_json({"tenant": owner.name, "model": model} | found)
         return
@@ -189,7 +192,7 @@ def _one_prompt(prompt: str | None, prompt_file: Path | None, messages: Path | N
         raise InvalidRequest(f"{messages or prompt_file} cannot be used: {error}.") from error
 
 
-async def _whose(access: Access, tenant: str | None, url: str | None) -> tuple[Server, Tenant, str]:
+async def _whose(access: Access, tenant: str | None) -> tuple[tuple[Path, bytes], Tenant, str]:
     from lamina.tenancy.secret import kv_namespace
 
     tenants = await access.tenants.list()
@@ -199,7 +202,7 @@ async def _whose(access: Access, tenant: str | None, url: str | None) -> tuple[S
         owner = tenants[0]
     else:
         raise InvalidRequest(f"There are {len(tenants)} tenants; say whose prompt it is: --tenant NAME.")
-    return find_server(access, url), owner, kv_namespace(access.secret, owner.id)
+    return await site_of(access), owner, kv_namespace(access.secret, owner.id)
 
 
 def _print_explanation(found: Mapping[str, Any]) -> None:
@@ -238,7 +241,7 @@ def verify(
 
     Example: lamina kv verify --all --deadline 600
     """
-    server = run(lambda access: _server(access, url))
+    server = find_server(run(site_of), url)
     until = time.monotonic() + deadline
     reports = [_verify_tier(server, tier, None if everything else sample, until) for tier in ("gpu", "host", "store")]
     violations = [violation for report in reports for violation in report["violations"]]
@@ -253,10 +256,6 @@ def verify(
         )
     if violations:
         raise typer.Exit(1)
-
-
-async def _server(access: Access, url: str | None) -> Server:
-    return find_server(access, url)
 
 
 def _verify_tier(server: Server, tier: str, sample: int | None, until: float) -> dict[str, Any]:

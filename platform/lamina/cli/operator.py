@@ -7,6 +7,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import EngineUnavailable, InvalidRequest, LaminaError, NotFound
@@ -14,7 +15,7 @@ from lamina.errors import EngineUnavailable, InvalidRequest, LaminaError, NotFou
 if TYPE_CHECKING:
     from lamina.cli.access import Access
 
-__all__ = ["NoServer", "Server", "find_server"]
+__all__ = ["NoServer", "Server", "find_server", "site_of"]
 
 _TIMEOUT_S = 60.0
 
@@ -53,19 +54,25 @@ class Server:
         return found
 
 
-def find_server(access: Access, url: str | None) -> Server:
-    """At `url`, else where the server of this data folder said, else where the settings would have it listen.
+async def site_of(access: Access) -> tuple[Path, bytes]:
+    """The data folder and its secret: what `find_server` takes."""
+    return access.settings.home, access.secret
 
-    Raises InvalidRequest for what is no address.
+
+def find_server(site: tuple[Path, bytes], url: str | None) -> Server:
+    """At `url`, else where the server of this data folder said that it listens.
+
+    Raises NoServer if none did, InvalidRequest for what is no address.
     """
     from lamina.wiring.address import announced_address
 
-    settings = access.settings
-    host = settings.host if settings.host not in ("0.0.0.0", "::") else "localhost"  # noqa: S104 - compared, not bound
-    found = url or announced_address(settings.home) or f"http://{host}:{settings.port}"
-    if not found.startswith(("http://", "https://")):
-        raise InvalidRequest(f"--url takes an address that begins with http:// or https://, not {found!r}.")
-    return Server(found, access.secret)
+    home, secret = site
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"--url takes an address that begins with http:// or https://, not {url!r}.")
+    found = url or announced_address(home)
+    if found is None:
+        raise NoServer(f"No server runs over {home}. Start one: lamina serve; or name one with --url.")
+    return Server(found, secret)
 
 
 def _why(error: Exception) -> str:

@@ -88,6 +88,10 @@ class Explainer:
     def stored(self, ids: Sequence[BlockId]) -> None:
         self._store.note(ids)
 
+    def in_store(self) -> list[BlockId]:
+        """Blocks that we know to have been in the store lately."""
+        return self._store.known()
+
     def began(self, choice: Choice) -> None:
         """The choice starts for the first time; its table has the blocks that were found."""
         request, ids, found = choice.request, choice.known_ids(self._kv.block_size), len(choice.table)

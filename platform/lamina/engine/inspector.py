@@ -37,7 +37,7 @@ class Inspector:
         """`check_integrity`: of all that the engine keeps books of. Raises IntegrityError."""
         self._kv, self._below, self._explainer, self._commons = kv, below, explainer, commons
         self._root_of, self._block_bytes = root_of, block_bytes
-        self._verifier = Verifier(kv, below, check_integrity)
+        self._verifier = Verifier(kv, below, check_integrity, explainer.in_store)
 
     def prefixes(self) -> PrefixReport:
         return self._explainer.report()

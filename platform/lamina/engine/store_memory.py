@@ -37,6 +37,10 @@ class StoreMemory:
         while len(self._seen) > self._max_blocks:
             self._seen.popitem(last=False)
 
+    def known(self) -> list[BlockId]:
+        """What we know to have been there lately, the longest ago first."""
+        return list(self._seen)
+
     def lost(self, identity: BlockId) -> Reason | None:
         """Why a block that the store has not any more left it: its time was up, or the server needed the room.
 

@@ -27,8 +27,15 @@ _BROKEN = frozenset({Outcome.CORRUPT, Outcome.WRONG_LAYOUT})
 class Verifier:
     """Owned by the engine's thread; asked between steps."""
 
-    def __init__(self, kv: KvManager, below: Below | None, check_integrity: Callable[[], None]) -> None:
-        self._kv, self._below, self._check_integrity = kv, below, check_integrity
+    def __init__(
+        self,
+        kv: KvManager,
+        below: Below | None,
+        check_integrity: Callable[[], None],
+        in_store: Callable[[], Sequence[BlockId]],
+    ) -> None:
+        """`in_store`: blocks that were in the store lately; asked for are those, and what is in the tiers above."""
+        self._kv, self._below, self._check_integrity, self._in_store = kv, below, check_integrity, in_store
 
     def verify(self, order: VerifyOrder) -> Errand[VerifyReport]:
         """Starts a batch. Raises InvalidRequest for a tier that there is not by name."""
@@ -74,7 +81,7 @@ class Verifier:
             return Known(VerifyReport(tier="store", total=0))
         host = self._below.host
         known = [key.id for slot in host.stored() if (key := host.key_of(slot)) is not None]
-        ids = sorted({*known, *self._kv.known()})
+        ids = sorted({*known, *self._kv.known(), *self._in_store()})
         room = max(1, _SCRATCH_BYTES // host.block_bytes)
         wanted, following = _batch(ids, order, min(order.count, room))
         return _StoreBatch(self._below.store, wanted, host.block_bytes, len(ids), following)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,13 @@ def test_what_lies_in_the_tiers_is_verified(tmp_path: Path) -> None:
         assert found is not None
         assert found.violations == ()
         assert found.checked > 0
+    stored = core.explainer.in_store()
+    assert len(stored) > 0
+    value = memory._values[stored[0]]
+    memory._values[stored[0]] = replace(value, data=value.data[:-1] + bytes([value.data[-1] ^ 1]))
+    found = core.inspector.verify(VerifyOrder(tier="store")).advance()
+    assert found is not None
+    assert found.violations == (f"store: block {stored[0].hex()[:12]} is corrupt",)
     lower = core._tiers.below
     assert isinstance(lower, BelowDevice)
     slot = lower.host.stored()[0]
