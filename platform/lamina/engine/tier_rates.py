@@ -10,6 +10,7 @@ from lamina_kvtier.policies import LoadChoice, Rate, Split, split
 __all__ = ["Rates"]
 
 _NO_PRIOR = 1e-9  # blocks: the first measurement outweighs the guess that a rate starts from
+_WORTH_IT = 0.8  # of the time that loading alone takes: for less, the device is better left to others
 _STALE_S = 10.0  # a store that was slow may have recovered: what is older than this is measured again
 PATIENCE_S = 2.0  # how long a load is waited for while nobody knows how long computing takes
 
@@ -54,14 +55,12 @@ class Rates:
         """For blocks that the store has. `blocks_before`: others' that are loaded first."""
         if not (blocks and self._compute.count and self._load.count):
             return Split(0, blocks, LoadChoice.LOAD if blocks else LoadChoice.NOTHING, 0.0)
-        load = self._load.seconds_per_unit
-        return split(
-            blocks,
-            self._compute.seconds_per_unit,
-            load,
-            queue_delay=blocks_before * load,
-            deadline=self.patience(blocks),
-        )
+        load, patience = self._load.seconds_per_unit, self.patience(blocks)
+        both = split(blocks, self._compute.seconds_per_unit, load, queue_delay=blocks_before * load, deadline=patience)
+        alone = (blocks_before + blocks) * load
+        if both.reason is LoadChoice.SPLIT and alone <= patience and both.seconds > _WORTH_IT * alone:
+            return Split(0, blocks, LoadChoice.LOAD, alone)
+        return both
 
     def take_probe(self) -> bool:
         """Whether a few blocks should be loaded although computing is cheaper: now and then, or the rate that says so

@@ -36,6 +36,17 @@ def test_the_faster_way_wins_and_similar_ones_share_the_work() -> None:
     assert rates.decide(10, blocks_before=0).reason is LoadChoice.LOAD
 
 
+def test_a_few_blocks_are_not_worth_the_device() -> None:
+    """Computing 1 of 100 blocks while 99 are loaded makes the first token 1 % earlier, for a step of everybody's."""
+    clock = HandClock()
+    rates = Rates(16, clock=clock)
+    rates.loaded(100, clock.now - 1.0)
+    rates.computed(1600, 50.0)
+    assert rates.decide(100, blocks_before=0).reason is LoadChoice.LOAD
+    rates.computed(1_600_000, 2000.0)
+    assert rates.decide(100, blocks_before=0).reason is LoadChoice.SPLIT
+
+
 def test_loads_that_overlap_are_one_stream() -> None:
     """Four at once that take a second together are a quarter of a second each."""
     clock = HandClock()
