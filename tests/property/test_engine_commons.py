@@ -17,7 +17,10 @@ from lamina.engine.commons import Commons
 from lamina.errors import ExceedsQuota, LimitExceeded, QuotaNotCoverable
 from lamina.types import FinishReason, GenerationRequest, PinOrder, PinRecord, QuotaPolicy, TierQuota
 from lamina.wiring.backends import Backend, TorchBackend
+from lamina.wiring.tiers import MakeTiers, build_tiers
+from lamina_kvtier.memory_tier import MemoryStore
 from support.ahead import AheadBackend
+from support.below import Below
 
 _SCRATCH = TemporaryDirectory(prefix="lamina-tests-")
 _STORE = Path(_SCRATCH.name) / "store"
@@ -64,6 +67,10 @@ class CommonsMachine(RuleBasedStateMachine):
 
     backend: Backend = TorchBackend()
 
+    def tiers(self, host: int, seed: int) -> MakeTiers:
+        """What the engine has below its pool."""
+        return build_tiers
+
     @initialize(
         chunk=st.sampled_from([8, 40]),
         blocks=st.integers(10, 22),
@@ -75,6 +82,7 @@ class CommonsMachine(RuleBasedStateMachine):
         self.core = tiny_core(
             _STORE,
             backend=self.backend,
+            tiers=self.tiers(host, blocks),
             num_blocks=blocks,
             max_batch_tokens=chunk,
             max_running=4,
@@ -286,6 +294,14 @@ class AheadCommonsMachine(CommonsMachine):
     backend = AheadBackend()
 
 
+class StoredCommonsMachine(AheadCommonsMachine):
+    """And with a store below that all engines share, and that loses, garbles and delays."""
+
+    def tiers(self, host: int, seed: int) -> MakeTiers:
+        return Below(host=host, store=_SHARED, seed=seed, shared=True) if host else build_tiers
+
+
+_SHARED = MemoryStore(limit=1 << 20)
 _SETTINGS = settings(
     max_examples=15,
     stateful_step_count=25,
@@ -296,3 +312,5 @@ TestCommonsMachine = CommonsMachine.TestCase
 TestCommonsMachine.settings = _SETTINGS
 TestAheadCommonsMachine = AheadCommonsMachine.TestCase
 TestAheadCommonsMachine.settings = _SETTINGS
+TestStoredCommonsMachine = StoredCommonsMachine.TestCase
+TestStoredCommonsMachine.settings = _SETTINGS
