@@ -329,6 +329,7 @@ class TenantPrefixes:
     misses: tuple[tuple[str, str, int], ...] = ()  # (tier that lost it last or "none", reason, blocks)
     ghost_hits: tuple[tuple[str, int, int], ...] = ()  # (tier, bytes, blocks): misses that so much room would spare
     declined: tuple[tuple[str, str, int], ...] = ()  # (tier, reason, blocks): not kept, or not brought up
+    store_evictions: tuple[tuple[str, int], ...] = ()  # (reason, blocks), as far as this engine's puts caused them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ one have reasons of their own.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.engine.prefix_lookup import NOWHERE, Miss, PrefixLookup
@@ -25,6 +25,7 @@ from lamina_kvtier.host_tier import HostTier
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.reasons import Reason
+from lamina_kvtier.tier import TierUsage
 
 __all__ = ["Explainer"]
 
@@ -47,6 +48,14 @@ class _Tally:
         self.declined.update(other.declined)
 
 
+@dataclass(slots=True)
+class _Below:
+    """What tiers below the device count themselves."""
+
+    refused: Counter[tuple[str, str]] = field(default_factory=Counter)  # by tier and reason
+    evicted: Counter[str] = field(default_factory=Counter)  # from the store, by reason
+
+
 class Explainer:
     """Implements `provenance.Provenance`. Owned by the engine's thread.
 
@@ -61,11 +70,16 @@ class Explainer:
         *,
         block_bytes: int,
         store: StoreMemory | None = None,
+        store_usage: Callable[[], TierUsage | None] = lambda: None,
         max_namespaces: int = MAX_NAMESPACES,
     ) -> None:
-        """`host`: None without tiers below the device. `store`: what it is told of a store, if there is one."""
+        """`host`: None without tiers below the device. `store`: what it is told of a store, if there is one.
+
+        `store_usage`: what the store itself has counted.
+        """
         self._kv, self._host, self._block_bytes = kv, host, block_bytes
         self._store = StoreMemory() if store is None else store
+        self._store_usage = store_usage
         self._max_namespaces = max_namespaces
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()  # least recently active first
 
@@ -167,31 +181,38 @@ class Explainer:
 
     def report(self) -> PrefixReport:
         """O(namespaces)."""
-        refused = self._refused()
-        names = sorted({*self._tallies, *refused})
-        return PrefixReport(tenants=tuple(self._summary(name, refused.get(name, {})) for name in names))
+        below = self._below()
+        names = sorted({*self._tallies, *below})
+        return PrefixReport(tenants=tuple(self._summary(name, below.get(name, _Below())) for name in names))
 
     def of(self, namespace: str) -> TenantPrefixes:
         """One namespace's; zeros if nothing is known of it."""
-        return self._summary(namespace, self._refused().get(namespace, {}))
+        return self._summary(namespace, self._below().get(namespace, _Below()))
 
-    def _summary(self, namespace: str, refused: Mapping[tuple[str, str], int]) -> TenantPrefixes:
+    def _summary(self, namespace: str, below: _Below) -> TenantPrefixes:
         tally = self._tallies.get(namespace, _Tally())
-        declined = tally.declined + Counter(refused)
+        declined = tally.declined + below.refused
         return TenantPrefixes(
             namespace=namespace,
             hits=tuple(sorted(tally.hits.items())),
             misses=tuple((tier, reason, count) for (tier, reason), count in sorted(tally.misses.items())),
             ghost_hits=tuple((tier, extra, count) for (tier, extra), count in sorted(tally.ghost_hits.items())),
             declined=tuple((tier, reason, count) for (tier, reason), count in sorted(declined.items())),
+            store_evictions=tuple(sorted(below.evicted.items())),
         )
 
-    def _refused(self) -> dict[str, dict[tuple[str, str], int]]:
-        """Blocks that host memory did not take."""
-        found: dict[str, dict[tuple[str, str], int]] = {}
+    def _below(self) -> dict[str, _Below]:
+        """Blocks that host memory or the store did not take, or that the store gave up, by namespace."""
+        found: defaultdict[str, _Below] = defaultdict(_Below)
         for (namespace, reason), count in self._host.refusals.items() if self._host is not None else ():
-            found.setdefault(namespace, {})["host", reason.value] = count
-        return found
+            found[namespace].refused["host", reason.value] += count
+        usage = self._store_usage()
+        if usage is not None:
+            for (namespace, reason), count in usage.refusals.items():
+                found[namespace].refused["store", reason.value] += count
+            for (namespace, reason), count in usage.evictions.items():
+                found[namespace].evicted[reason.value] += count
+        return dict(found)
 
     def _tally(self, request: RequestState) -> _Tally:
         namespace = request.request.namespace

@@ -19,7 +19,7 @@ def kv_metrics(shares: Shares, block_bytes: int) -> Iterator[Metric]:
     """`block_bytes`: of one block of the pool."""
     yield from _blocks(shares.blocks)
     yield _bytes(shares.blocks, block_bytes)
-    yield _evicted(shares.blocks)
+    yield _evicted(shares.blocks, shares.prefixes)
     yield from _prefixes(shares.prefixes)
 
 
@@ -55,7 +55,7 @@ def _bytes(tenants: Sequence[TenantBlocks], block_bytes: int) -> Metric:
     return found
 
 
-def _evicted(tenants: Sequence[TenantBlocks]) -> Metric:
+def _evicted(tenants: Sequence[TenantBlocks], prefixes: Sequence[TenantPrefixes]) -> Metric:
     evicted = CounterMetricFamily(
         "lamina_kv_evicted_blocks",
         "Cached blocks lost, by owner, tier and reason.",
@@ -65,6 +65,9 @@ def _evicted(tenants: Sequence[TenantBlocks]) -> Metric:
         for tier, evictions in (("gpu", share.evictions), ("host", share.host_evictions)):
             for reason, count in evictions:
                 evicted.add_metric([share.namespace, tier, reason], count)
+    for found in prefixes:
+        for reason, count in found.store_evictions:
+            evicted.add_metric([found.namespace, "store", reason], count)
     return evicted
 
 

@@ -75,8 +75,9 @@ def _prefixes(tenants: Iterable[TenantPrefixes], names: Mapping[str, str]) -> tu
 def _all_of(tenants: Sequence[TenantPrefixes]) -> TenantPrefixes:
     hits = Counter[str]()
     misses, declined = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-    ghosts = Counter[tuple[str, int]]()
+    ghosts, lost = Counter[tuple[str, int]](), Counter[str]()
     for found in tenants:
+        lost.update(dict(found.store_evictions))
         hits.update(dict(found.hits))
         misses.update({(tier, reason): count for tier, reason, count in found.misses})
         declined.update({(tier, reason): count for tier, reason, count in found.declined})
@@ -87,4 +88,5 @@ def _all_of(tenants: Sequence[TenantPrefixes]) -> TenantPrefixes:
         misses=tuple((tier, reason, count) for (tier, reason), count in sorted(misses.items())),
         ghost_hits=tuple((tier, extra, count) for (tier, extra), count in sorted(ghosts.items())),
         declined=tuple((tier, reason, count) for (tier, reason), count in sorted(declined.items())),
+        store_evictions=tuple(sorted(lost.items())),
     )

@@ -26,7 +26,7 @@ from lamina_kvtier.manager import KvManager
 from lamina_kvtier.memory_tier import MemoryStore
 from lamina_kvtier.quota import Quota, QuotaBook
 from lamina_kvtier.reasons import Reason
-from lamina_kvtier.tier import BlockKey
+from lamina_kvtier.tier import BlockKey, TierUsage
 from support.below import Below
 
 BLOCK = 1000  # bytes
@@ -220,6 +220,16 @@ def test_refusals_of_host_memory_are_declines() -> None:
     assert held is not None
     assert world.host.reserve([BlockKey(b"2" * 32, "ann")]) == [None]
     assert world.explainer.of("ann").declined == (("host", "pressure", 1),)
+
+
+def test_the_store_counts_what_it_refuses_and_gives_up() -> None:
+    """By namespace, also of those that nobody asks for here."""
+    world = World()
+    usage = TierUsage(0, None, refusals={("ann", Reason.OWN_QUOTA): 2}, evictions={("bob", Reason.PRESSURE): 3})
+    world.explainer = Explainer(world.kv, world.host, block_bytes=BLOCK, store_usage=lambda: usage)
+    ann, bob = world.explainer.report().tenants
+    assert (ann.namespace, ann.declined, ann.store_evictions) == ("ann", (("store", "own_quota", 2),), ())
+    assert (bob.namespace, bob.declined, bob.store_evictions) == ("bob", (), (("pressure", 3),))
 
 
 # In an engine

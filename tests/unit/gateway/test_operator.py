@@ -139,6 +139,7 @@ def test_metrics_of_all_tiers() -> None:
         misses=(("store", "integrity", 2), ("host", "pressure", 1)),
         ghost_hits=(("host", 4096, 1),),
         declined=(("store", "recompute_cheaper", 8),),
+        store_evictions=(("own_quota", 9),),
     )
     report = CommonsReport(loaded=True, capacity=8, coverable=8)
     samples = {
@@ -151,6 +152,7 @@ def test_metrics_of_all_tiers() -> None:
     assert samples["lamina_kv_tenant_bytes", "cached", "t", "store"] == 9000
     assert samples["lamina_kv_evicted_blocks_total", "lru", "t", "gpu"] == 5
     assert samples["lamina_kv_evicted_blocks_total", "pressure", "t", "host"] == 6
+    assert samples["lamina_kv_evicted_blocks_total", "own_quota", "t", "store"] == 9
     assert samples["lamina_kv_prefix_blocks_total", "hit_host", "t"] == 3
     assert samples["lamina_kv_prefix_blocks_total", "miss", "t"] == 3
     assert samples["lamina_kv_missed_blocks_total", "integrity", "t", "store"] == 2
