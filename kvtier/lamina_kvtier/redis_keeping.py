@@ -180,15 +180,15 @@ class LedgerKeeping:
     def _reserve(self, holder: bytes, keys: Sequence[BlockKey]) -> Generator[Stage, None, Admission | Outcome]:
         """Installs the ledger where there is none, and asks again."""
         size = self._blocks.value_bytes
-        result: Admission | ErrorReply | Failure = Failure.UNAVAILABLE
-        for _ in range(2):
-            request = self._calls.reserve(holder, [(key.id, size, key.namespace) for key in keys])
-            yield Stage([request], self._blocks.plane.ask)
-            result = request.result
-            policy = self.policy
-            if policy is None or not (isinstance(result, ErrorReply) and result.code == NO_LEDGER):
-                break
+        blocks = [(key.id, size, key.namespace) for key in keys]
+        request = self._calls.reserve(holder, blocks)
+        yield Stage([request], self._blocks.plane.ask)
+        missing, policy = request.result, self.policy
+        if policy is not None and isinstance(missing, ErrorReply) and missing.code == NO_LEDGER:
             yield Stage([self._calls.install(*policy)], self._blocks.plane.ask)
+            request = self._calls.reserve(holder, blocks)
+            yield Stage([request], self._blocks.plane.ask)
+        result = request.result
         if isinstance(result, ErrorReply | Failure):
             return self._blocks.fate(result)
         self._count(keys, result)

@@ -118,11 +118,13 @@ class RedisTier:
         with self._lock:
             puts, loads = dict(self._puts), dict(self._loads)
         found, memory = self._usage.ledger, self._usage.memory
-        if ledger is None or found is None:
+        if ledger is None:
             used, limit = (0, None) if memory is None else (memory.used, memory.limit)
             return TierUsage(bytes=used, limit=limit, puts=puts, loads=loads)
         with ledger.lock:
             refusals, evictions = dict(ledger.refusals), dict(ledger.evictions)
+        if found is None:  # no answer yet
+            return TierUsage(bytes=0, limit=None, puts=puts, loads=loads, refusals=refusals, evictions=evictions)
         return TierUsage(
             bytes=found.total,
             limit=found.room,

@@ -401,6 +401,7 @@ local meta = call('HMGET', META, 'room', 'total', 'tick')
 room, total = tonumber(meta[1] or nil), tonumber(meta[2] or 0)
 tick = tonumber(meta[3] or now * 1000) -- begins above any that an evicted META may have had
 base = tick
+if not room and ARGV[1] == 'delete' then return delete() end -- of entries that are left, `rebuild` takes care
 if not room and ARGV[1] ~= 'install' then return redis.error_reply('NOLEDGER there is none here') end
 if not meta[2] or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then rebuild() end -- the server evicted part of it
 if ARGV[1] ~= 'install' then drop_what_is_due() end

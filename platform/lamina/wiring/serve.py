@@ -74,7 +74,7 @@ def serve(
         announced(settings.home, base_url(listener)),
     ):
         engine = settings.engine(find_model())
-        with embedded_store(engine, settings.kv_store_bytes) as engine, runtime_directory() as runtime:
+        with embedded_store(engine) as engine, runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")
             spawn = partial(_spawn, engine_command, dict(os.environ), client.address, engine, settings.log_level)
             supervisor = EngineSupervisor(client, spawn)

@@ -12,10 +12,11 @@ from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
 __all__ = ["EMBEDDED", "embedded_store"]
 
 EMBEDDED = "embedded"
+_BYTES = 1 << 30  # unless it is said how many
 
 
 @contextmanager
-def embedded_store(engine: EngineConfig, max_bytes: int) -> Iterator[EngineConfig]:
+def embedded_store(engine: EngineConfig) -> Iterator[EngineConfig]:
     """The engine's configuration with the address of a server of our own, if that is what it asks for.
 
     Raises ValkeyUnavailable if there is none for this machine.
@@ -23,7 +24,7 @@ def embedded_store(engine: EngineConfig, max_bytes: int) -> Iterator[EngineConfi
     if engine.kv_store_url != EMBEDDED:
         yield engine
         return
-    valkey = EmbeddedValkey(ValkeyConfig(maxmemory_bytes=max_bytes)).start()
+    valkey = EmbeddedValkey(ValkeyConfig(maxmemory_bytes=engine.kv_store_bytes or _BYTES)).start()
     try:
         yield replace(engine, kv_store_url=str(valkey.address))
     finally:

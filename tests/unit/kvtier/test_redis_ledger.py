@@ -1,0 +1,186 @@
+"""A put under quotas against a server that answers as a test wants: what is not surely kept is never OK."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
+from lamina_kvtier.quota import Quota
+from lamina_kvtier.reasons import Reason
+from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
+from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
+from lamina_kvtier.redis_usage import room_for_values
+from lamina_kvtier.tier import Outcome
+from support.scripted_redis import ScriptedRedis
+from support.tier_contract import BLOCK_BYTES, LAYOUT, PATIENCE_S, blocks, keys, put
+
+CONFIG = RedisTierConfig(
+    lookup_s=5, load_s=5, put_s=5, delete_s=5, plane=PlaneConfig(lanes=1, backoff=Backoff(first_s=0.01, limit_s=0.02))
+)
+SICK = {Outcome.UNAVAILABLE, Outcome.TIMEOUT}
+Answer = Callable[[list[bytes]], bytes | None]
+
+
+def bulk(text: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+class Server:
+    """Grants every put, unless told otherwise by operation."""
+
+    def __init__(self) -> None:
+        self.answers: dict[bytes, Answer] = {
+            b"install": lambda _: bulk(b"OK"),
+            b"reserve": lambda a: b"*3\r\n" + bulk(b"7") + bulk(b"w" * ((len(a) - 9) // 3)) + b"*0\r\n",
+            b"commit": lambda a: bulk(b"k" * int(a[8])),
+            b"sweep": lambda _: b"*3\r\n" + bulk(b"done") + bulk(b"done") + b"*0\r\n",
+            b"SET": lambda _: b"+OK\r\n",
+            b"INFO": lambda _: bulk(b"used_memory:1\r\nmaxmemory:2\r\n"),
+            b"usage": lambda _: b"*5\r\n" + bulk(b"0") + bulk(b"0") + bulk(b"9") + b":0\r\n*0\r\n",
+        }
+        self.seen: list[list[bytes]] = []
+
+    def __call__(self, command: list[bytes]) -> bytes | None:
+        name = command[5] if command[0] in (b"EVALSHA", b"EVAL") else command[0]
+        self.seen.append(command)
+        return self.answers[name](command)
+
+    def calls(self, name: bytes) -> list[list[bytes]]:
+        return [command for command in self.seen if name in (command[0], command[5] if len(command) > 5 else b"")]
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest.fixture
+def tier(server: Server) -> Iterator[RedisTier]:
+    with ScriptedRedis(server) as scripted:
+        tier = RedisTier(RedisAddress.parse(scripted.url), BlockCodec(LAYOUT, BLOCK_BYTES), CONFIG)
+        tier.set_quotas({"tenant": Quota(0, 10**6)}, capacity=10**6)
+        yield tier
+        tier.close()
+
+
+def test_a_put_is_reserved_written_and_committed(server: Server, tier: RedisTier) -> None:
+    """In one call each for all blocks, the tail older than the head, and written for a short time only."""
+    names = keys(3)
+    assert put(tier, names, blocks(3)) == (Outcome.OK,) * 3
+    (reserve,), (commit,) = server.calls(b"reserve"), server.calls(b"commit")
+    assert reserve[9::3] == commit[9::2] == [name.id.hex().encode() for name in names]
+    assert set(reserve[10::3]) == {b"%d" % (BLOCK_BYTES + HEADER_BYTES)}
+    assert commit[10::2] == [b"10", b"9", b"8"]
+    assert {tuple(command[3:]) for command in server.calls(b"SET")} == {(b"PX", b"11000")}
+
+
+@pytest.mark.parametrize("operation", [b"reserve", b"commit"])
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b":7\r\n",
+        b"*0\r\n",
+        b"$-1\r\n",
+        b"+OK\r\n",
+        b"$3\r\nkkz\r\n",
+        b"*3\r\n+7\r\n+ww\r\n:0\r\n",
+        b"*3\r\n+x\r\n+wwww\r\n*0\r\n",
+    ],
+)
+def test_nonsense_is_never_ok(server: Server, tier: RedisTier, operation: bytes, nonsense: bytes) -> None:
+    """Such an answer costs the connection, and the blocks are as good as not stored."""
+    server.answers[operation] = lambda _: nonsense
+    assert set(put(tier, keys(4), blocks(4))) <= SICK
+
+
+@pytest.mark.parametrize("operation", [b"reserve", b"SET", b"commit"])
+def test_a_server_that_hangs_up_is_never_ok(server: Server, tier: RedisTier, operation: bytes) -> None:
+    server.answers[operation] = lambda _: None
+    assert set(put(tier, keys(3), blocks(3))) <= SICK
+
+
+def test_what_could_not_be_written_is_given_back(server: Server, tier: RedisTier) -> None:
+    """In the same call that commits the others."""
+    names = keys(3)
+    full = names[1].id.hex().encode()
+    server.answers[b"SET"] = lambda a: b"-OOM command not allowed\r\n" if a[1].endswith(full) else b"+OK\r\n"
+    assert put(tier, names, blocks(3)) == (Outcome.OK, Outcome.REFUSED, Outcome.OK)
+    (commit,) = server.calls(b"commit")
+    assert commit[8] == b"2"
+    assert commit[13:] == [full]
+
+
+def test_a_block_that_is_gone_when_it_is_committed_is_refused(server: Server, tier: RedisTier) -> None:
+    """And counted as such."""
+    server.answers[b"commit"] = lambda _: bulk(b"kx")
+    assert put(tier, keys(2), blocks(2)) == (Outcome.OK, Outcome.REFUSED)
+    assert tier.usage().refusals == {("tenant", Reason.PRESSURE): 1}
+
+
+def test_only_what_is_granted_is_written(server: Server, tier: RedisTier) -> None:
+    """What is kept already is OK without that; victims are counted."""
+    victims = b"*2\r\n" + bulk(b"pneighbour") + b":3\r\n"
+    server.answers[b"reserve"] = lambda _: b"*3\r\n" + bulk(b"7") + bulk(b"kwqp") + victims
+    names = keys(4)
+    assert put(tier, names, blocks(4)) == (Outcome.OK, Outcome.OK, Outcome.REFUSED, Outcome.REFUSED)
+    assert [command[1][-64:] for command in server.calls(b"SET")] == [names[1].id.hex().encode()]
+    usage = tier.usage()
+    assert usage.refusals == {("tenant", Reason.OWN_QUOTA): 1, ("tenant", Reason.PRESSURE): 1}
+    assert usage.evictions == {("neighbour", Reason.PRESSURE): 3}
+
+
+def test_a_script_that_the_server_does_not_know_is_sent_whole(server: Server, tier: RedisTier) -> None:
+    answer = server.answers[b"reserve"]
+    server.answers[b"reserve"] = lambda a: answer(a) if a[0] == b"EVAL" else b"-NOSCRIPT No matching script.\r\n"
+    assert put(tier, keys(2), blocks(2)) == (Outcome.OK,) * 2
+    by_hash, whole = server.calls(b"reserve")
+    assert (by_hash[0], whole[0]) == (b"EVALSHA", b"EVAL")
+    assert by_hash[2:] == whole[2:]
+
+
+def test_a_server_without_a_ledger_gets_one(server: Server, tier: RedisTier) -> None:
+    """Once; if that does not help, the put is given up."""
+    server.answers[b"reserve"] = lambda _: b"-NOLEDGER there is none here\r\n"
+    assert put(tier, keys(2), blocks(2)) == (Outcome.UNAVAILABLE,) * 2
+    operations = [command[5] for command in server.seen if command[0] == b"EVALSHA"]
+    first, second = (at for at, operation in enumerate(operations) if operation == b"reserve")
+    assert b"install" in operations[first:second]
+
+
+def test_a_put_that_is_cancelled_while_it_waits_for_room_writes_nothing(server: Server, tier: RedisTier) -> None:
+    """What it was granted is given back."""
+    asked, go_on = threading.Event(), threading.Event()
+    grant = server.answers[b"reserve"]
+
+    def reserve(command: list[bytes]) -> bytes | None:
+        asked.set()
+        go_on.wait(PATIENCE_S)
+        return grant(command)
+
+    server.answers[b"reserve"] = reserve
+    operation = tier.put(keys(2), blocks(2))
+    assert asked.wait(PATIENCE_S)
+    with pytest.raises(TimeoutError):
+        operation.result(0.01)
+    operation.cancel()
+    assert not operation.done()
+    go_on.set()
+    assert operation.result(PATIENCE_S) == (Outcome.CANCELLED,) * 2
+    assert server.calls(b"SET") == []
+    (commit,) = server.calls(b"commit")
+    assert commit[8] == b"0"
+    assert len(commit[9:]) == 2
+
+
+@pytest.mark.parametrize("value_bytes", [368_640 + 192, 2**20 + 192, 2**21 + 192, 2**21])
+def test_room_leaves_space_for_the_allocator_and_the_server(value_bytes: int) -> None:
+    """A value a little longer than a power of two takes a quarter more than that."""
+    server = 2**30
+    room = room_for_values(server, value_bytes, 16 * 2**20)
+    taken = {2**20 + 192: 1.25 * 2**20, 2**21 + 192: 1.25 * 2**21, 368_640 + 192: 393_216}.get(value_bytes, value_bytes)
+    assert room / value_bytes * taken <= server * 15 / 16
+    assert room > server * 0.6
+    assert room_for_values(server, value_bytes, 16 * 2**20, equal_lengths=False) <= server * 0.75
