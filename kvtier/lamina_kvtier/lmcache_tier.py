@@ -76,7 +76,7 @@ _DOWN, _UP = 0, 1
 class LmcacheTierConfig:
     """Raises ValueError. Seconds; each is the longest that an operation of its kind takes, whatever happens."""
 
-    ttl_s: float | None = None  # a block expires so long after it was stored; None: only eviction removes it
+    ttl_s: float | None = None  # a block expires so long after its last use; None: only eviction removes it
     lookup_s: float = 0.25
     load_s: float = 2.0
     put_s: float = 5.0

@@ -39,6 +39,7 @@ ALONE = 0x01000100  # LMCache's kv rank of one worker: world size, rank, local w
 
 _SALT_CHARACTERS = 128
 _NEVER_IN_A_SALT = frozenset("@/\\\0")
+_RENEW_S = 1.0
 _MEMORY_S = 1.0  # how old an answer about the server's memory may be
 
 Block = tuple[BlockId, memoryview]
@@ -85,7 +86,7 @@ class LmcacheWire:
         plane: PlaneConfig | None = None,
         name: str = "lmcache",
     ) -> None:
-        """ttl_s: a block expires so long after it was stored. Raises InvalidAddress for unreadable TLS files."""
+        """ttl_s: a block expires so long after its last use. Raises InvalidAddress for unreadable TLS files."""
         self.names, self.block_bytes = names, block_bytes
         self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
         self._plane = RedisPlane(address, plane, name=f"lamina-{name}")
@@ -110,7 +111,13 @@ class LmcacheWire:
         """The same the other way. Only OK says what a view holds."""
         size = self.block_bytes
         fetches = [Fetch(self.names.key(id), size, _only_into(view)) for id, view in blocks]
-        batch = Batch(fetches, deadline, lambda: conclude([self._fetched(fetch) for fetch in fetches]))
+
+        def ended() -> None:
+            outcomes = [self._fetched(fetch) for fetch in fetches]
+            self._renew([id for (id, _), outcome in zip(blocks, outcomes, strict=True) if outcome is Outcome.OK])
+            conclude(outcomes)
+
+        batch = Batch(fetches, deadline, ended)
         self._plane.move(batch)
         return batch
 
@@ -157,6 +164,12 @@ class LmcacheWire:
     def close(self) -> None:
         """Ends every batch."""
         self._plane.close()
+
+    def _renew(self, ids: Sequence[BlockId]) -> None:
+        """They were used: their time starts anew. Nobody waits for that."""
+        if self._ttl_ms is not None and ids:
+            ttl = b"%d" % self._ttl_ms
+            self._ask([Ask([(b"PEXPIRE", self.names.key(block), ttl) for block in ids], int)], _RENEW_S, lambda: None)
 
     def _ask(self, requests: Sequence[Any], limit_s: float, conclude: Callable[[], Any]) -> Batch[Any]:
         batch = Batch(requests, time.monotonic() + limit_s, conclude)

@@ -79,6 +79,30 @@ def test_looking_up_and_deleting(wire: LmcacheWire, count: int) -> None:
     assert wire.lookup([], PATIENCE_S).result() == wire.delete([], PATIENCE_S).result() == Tally(0, Outcome.OK)
 
 
+def test_a_block_that_is_used_lives_on(server: EmbeddedValkey) -> None:
+    """Its time to live starts anew with each load, not with a look-up."""
+    wire = LmcacheWire(server.address, NAMES, SIZE, ttl_s=1000)
+    try:
+        block = os.urandom(32)
+        store(wire, [block], [bytes(SIZE)])
+        tell(server, b"PEXPIRE", NAMES.key(block), b"500000")
+        assert wire.lookup([block], PATIENCE_S).result() == Tally(1, Outcome.OK)
+        assert _lives_ms(server, block) <= 500_000
+        fetch(wire, [block])
+        end = time.monotonic() + PATIENCE_S
+        while _lives_ms(server, block) <= 500_000:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        wire.close()
+
+
+def _lives_ms(server: EmbeddedValkey, block: bytes) -> int:
+    answer = tell(server, b"PTTL", NAMES.key(block))
+    assert isinstance(answer, int)
+    return answer
+
+
 def test_the_servers_memory(wire: LmcacheWire) -> None:
     used, limit = wire.memory(PATIENCE_S)
     assert used > 0
