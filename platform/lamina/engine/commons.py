@@ -171,7 +171,7 @@ class Commons:
         return tuple(map(self._state, restored))
 
     def hit(self, namespace: str, prefix: Sequence[BlockId]) -> None:
-        """A request found this prefix in the pool."""
+        """A request found these blocks, the next ones of its prompt, instead of computing them."""
         self._hits[namespace] += len(self._pins.hit(namespace, prefix))
 
     def pins_on(self, namespace: str, ids: Sequence[BlockId]) -> dict[BlockId, tuple[str, ...]]:

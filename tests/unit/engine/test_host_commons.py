@@ -112,6 +112,18 @@ def test_what_is_cached_on_the_device_is_saved_when_it_is_pinned(store: Path) ->
     core.close()
 
 
+def test_who_takes_a_pinned_prefix_while_it_is_computed_hits_it(store: Path) -> None:
+    """Of two that want it at the same time one computes it and the other finds it, some steps after its start."""
+    core = core_with(store, policy("a", 5, None, 5))
+    pinned(core, prompt(1, 4.5))
+    together = [request(name, [*prompt(1, 4.5), 5], tenant="a", max_tokens=2) for name in ("first", "second")]
+    drive(core, together)
+    [pin] = core.commons.report().pins
+    assert (pin.hits, pin.resident_blocks) == (1, 4)
+    assert share(core, "a").pin_hits == 1
+    core.close()
+
+
 def test_a_reservation_of_host_memory_is_kept(store: Path) -> None:
     """A tenant's cached blocks stay below within it; without one a flood takes them all."""
     for reserved, found in ((6, 6 * BLOCK), (0, 0)):
