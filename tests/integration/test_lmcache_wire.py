@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,23 @@ def test_the_servers_memory(wire: LmcacheWire) -> None:
     assert used > 0
     assert limit == 64 << 20
     assert wire.memory(PATIENCE_S) == (used, limit)  # asked once a second
+
+
+def test_the_rights_that_the_docs_name_are_enough(redis_server: EmbeddedValkey) -> None:
+    rights = b"+hello +ping +select +get +set +exists +unlink +info +pexpire"
+    tell(redis_server, b"ACL", b"SETUSER", b"kv", b"on", b">pw", b"~lamina-kv1-*", b"-@all", *rights.split())
+    address = replace(redis_server.address, user="kv", password="pw")
+    wire = LmcacheWire(address, LmcacheNames.of_layout(bytes(32)), SIZE, ttl_s=1000)
+    try:
+        ids, values = [os.urandom(32)], [os.urandom(SIZE)]
+        assert store(wire, ids, values) == [Outcome.OK]
+        assert fetch(wire, ids)[0] == [Outcome.OK]
+        assert wire.lookup(ids, PATIENCE_S).result() == Tally(1, Outcome.OK)
+        assert wire.delete(ids, PATIENCE_S).result() == Tally(1, Outcome.OK)
+        assert wire.memory(PATIENCE_S)[0] > 0
+        assert wire.trouble == ""
+    finally:
+        wire.close()
 
 
 def test_without_a_server(tmp_path: Path) -> None:
