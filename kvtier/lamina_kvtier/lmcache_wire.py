@@ -148,17 +148,26 @@ class LmcacheWire:
         return self._ask([request] if ids else [], limit_s, deleted)
 
     def memory(self, limit_s: float) -> tuple[int, int | None]:
-        """Bytes that the whole server uses, and its limit if it has one. Asks at most once a second."""
+        """Bytes that the whole server uses, and its limit if it has one.
+
+        Asked for at most once a second and not waited for, but for the first time, up to `limit_s`.
+        """
         now = time.monotonic()
         with self._lock:
             if now - self._memory_at < _MEMORY_S:
                 return self._memory
-            self._memory_at = now
+            first, self._memory_at = self._memory_at < 0, now
         request = Ask([(b"INFO", b"memory")], bytes)
-        answer = self._ask([request], limit_s, lambda: request.result).result()
+
+        def learn() -> None:
+            if isinstance(request.result, list) and isinstance(request.result[0], bytes):
+                with self._lock:
+                    self._memory = _memory(request.result[0])
+
+        batch = self._ask([request], limit_s, learn)
+        if first:
+            batch.result()
         with self._lock:
-            if isinstance(answer, list) and isinstance(answer[0], bytes):
-                self._memory = _memory(answer[0])
             return self._memory
 
     def close(self) -> None:
