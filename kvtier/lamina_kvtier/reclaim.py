@@ -169,6 +169,47 @@ class ReclaimOrder:
         own = self.oldest(requester)
         return None if own is None else (own, "own")
 
+    def in_order(self, oldest_first: Iterable[int]) -> Iterator[int]:
+        """Idle blocks as they would go one after the other, if all else stayed as it is. Changes nothing.
+
+        `oldest_first`: all idle blocks, least recently used first: those within their owners' reservations go in that
+        order, each for a request of its owner only.
+        """
+        if not self.rules_apply:
+            yield from oldest_first
+            return
+        self._furthest_over()  # brings the heap up to date
+        heap = [(over, name) for over, name, serial in self._heap if self._serials.get(name) == serial]
+        heapq.heapify(heap)
+        lines: dict[str, tuple[Iterator[int], int]] = {}  # begun ones: what is left of them, and how far over they are
+        gone: set[int] = set()
+        while heap:
+            _, name = heapq.heappop(heap)
+            account = self.ledger.account(name)
+            begun = iter(self._queues[name]), account.committed - account.quota.reserved
+            blocks, over = lines.get(name, begun)
+            for block in blocks:
+                yield block
+                gone.add(block)
+                over -= 1
+                share = (-over / account.quota.weight, name)
+                if over > 0 and not (heap and share > heap[0]):
+                    continue
+                if over > 0:  # it is another one's turn
+                    lines[name] = blocks, over
+                    heapq.heappush(heap, share)
+                break
+        yield from (block for block in oldest_first if block not in gone)
+
+    def near_limit(self, namespace: str, count: int) -> tuple[int, list[int]] | None:
+        """If its limit leaves it fewer than `count` new blocks: how many, and which of its own go then, next one first,
+        up to `count` of both together. None if it has a longer way to go. O(blocks returned)."""
+        account = self.ledger.account(namespace)
+        room = max(0, account.quota.limit - account.committed)
+        if room >= count or account.quota.limit >= self.ledger.book.capacity:
+            return None
+        return room, list(itertools.islice(self._queues.get(namespace, ()), count - room))
+
     def _furthest_over(self) -> str | None:
         """The namespace with idle blocks that is furthest over its share, by name among equals."""
         for namespace in self._changed:
