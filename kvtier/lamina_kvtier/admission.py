@@ -34,8 +34,9 @@ class Cause(StrEnum):
 class Decision:
     """`need` units were wanted, `have` can be had now (NEVER: at most, ever), `limit` is the bound that was applied.
 
-    `preempt`: the request waits although it is within its namespace's reservation, because this other namespace
-    uses more than its own; taking that back is how the reservation is kept.
+    `ahead`: units that it may come to use beyond those. `entitled`: with them all it stays within its namespace's
+    reservation, which nobody may keep from it. `preempt`: it waits all the same, because this other namespace uses more
+    than its own; taking that back is how the reservation is kept.
     """
 
     verdict: Verdict
@@ -44,6 +45,8 @@ class Decision:
     limit: int
     need: int
     have: int
+    ahead: int = 0
+    entitled: bool = False
     retry_after_s: float | None = None
     preempt: str | None = None
     decision_id: str = field(default_factory=new_decision_id)

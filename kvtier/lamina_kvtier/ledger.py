@@ -1,9 +1,9 @@
 """Who is charged for how much of one tier. Units are blocks or bytes, as in the quota book.
 
-reserve ──▶ pending ──commit──▶ committed ──uncharge──▶ (nothing)
-               │                 │     ▲
-               └──refund──▶      ▼     │ wake
-                                idle ──┘      committed, but in nobody's use: it may be reclaimed
+ahead ──extend──▶ pending ──commit──▶ committed ──uncharge──▶ (nothing)
+reserve ─────────────▶ │                 │     ▲
+                       └──refund──▶      ▼     │ wake
+                                        idle ──┘      committed, but in nobody's use: it may be reclaimed
 """
 
 from __future__ import annotations
@@ -21,20 +21,26 @@ __all__ = ["Account", "Charge", "Ledger"]
 class Account:
     """One namespace's charges. Read it, never change it.
 
-    `committed` units are used, `idle` of them by nobody, `pending` ones are promised to admitted requests.
+    `committed` units are used, `idle` of them by nobody, `pending` ones are promised to admitted requests, and
+    `ahead` are what requests within the reservation may come to use later.
     """
 
-    __slots__ = ("committed", "held", "idle", "namespace", "pending", "promised", "quota")
+    __slots__ = ("ahead", "committed", "held", "idle", "namespace", "pending", "promised", "quota")
 
     def __init__(self, namespace: str, quota: Quota) -> None:
         self.namespace, self.quota = namespace, quota
-        self.committed = self.idle = self.pending = 0
+        self.committed = self.idle = self.pending = self.ahead = 0
         self.held = self.promised = 0  # out of the others' reach: now, and once all pending is committed
 
     @property
     def firm(self) -> int:
         """Units in use or pinned: not even the namespace itself could reclaim them."""
         return self.committed - self.idle
+
+    @property
+    def spoken_for(self) -> int:
+        """Units of the reservation that cannot be granted to another request."""
+        return self.firm + self.pending + self.ahead
 
     @property
     def over_share(self) -> float:
@@ -48,12 +54,16 @@ class Account:
 
 
 class Charge:
-    """Units that an admitted request may still take. Settle it: `commit` what was taken, `refund` the rest."""
+    """Units that an admitted request may still take. Settle it: `commit` what was taken, `refund` the rest.
 
-    __slots__ = ("namespace", "pending")
+    `pending` ones are out of the others' reach. An *assured* charge is of a request whose worst case is within its
+    namespace's reservation; `ahead` are those of its units that others may use until it wants them.
+    """
 
-    def __init__(self, namespace: str, pending: int) -> None:
-        self.namespace, self.pending = namespace, pending
+    __slots__ = ("ahead", "assured", "namespace", "pending")
+
+    def __init__(self, namespace: str, pending: int, *, ahead: int = 0, assured: bool = False) -> None:
+        self.namespace, self.pending, self.ahead, self.assured = namespace, pending, ahead, assured
 
 
 class Ledger:
@@ -142,18 +152,29 @@ class Ledger:
     # --- admission ----------------------------------------------------------------------------------------
 
     def admit(
-        self, namespace: str, worst_case_units: int, *, shared: int = 0, pinned: int = 0, may_wait: bool = True
+        self,
+        namespace: str,
+        worst_case_units: int,
+        *,
+        now: int | None = None,
+        shared: int = 0,
+        pinned: int = 0,
+        leave: int | None = None,
+        claimed: int = 0,
+        may_wait: bool = True,
     ) -> Decision:
         """Whether a request that may come to use `worst_case_units` can start. Changes nothing; `reserve` follows.
 
-        `shared` of them exist and are in use or pinned, so they cost nothing more; `pinned` of those are pinned,
-        so they stay when their other users have gone. Without `may_wait` what would queue is refused.
+        It starts as soon as the `now` units (None: all of them) fit that it is known to need. `shared` of these exist
+        and are in use or pinned, so they cost nothing more; `pinned` of those are pinned, so they stay when their other
+        users have gone. `leave` units stay free or reclaimable for decoding, at most (and by default) the decode
+        reserve; beyond a reservation so do `claimed` ones. Without `may_wait` what would queue is refused.
         """
-        if not 0 <= pinned <= shared <= worst_case_units:
-            raise LedgerMisuse(f"Not 0 <= {pinned} pinned <= {shared} shared <= {worst_case_units} units.")
-        ceiling = self.book.ceiling(namespace)
-        lasting = worst_case_units - pinned
-        if lasting > ceiling:
+        now = worst_case_units if now is None else now
+        if not 0 <= pinned <= shared <= now <= worst_case_units:
+            raise LedgerMisuse(f"Not 0 <= {pinned} pinned <= {shared} shared <= {now} <= {worst_case_units} units.")
+        ceiling, lasting = self.book.ceiling(namespace), worst_case_units - pinned
+        if lasting > ceiling and self.book.loaded:
             return Decision(
                 verdict=Verdict.NEVER,
                 cause=Cause.CEILING,
@@ -162,40 +183,43 @@ class Ledger:
                 need=lasting,
                 have=ceiling,
             )
-        need = worst_case_units - shared
-        account = self.account(namespace)
-        own = account.quota.limit - account.firm - account.pending
-        everybodys = (
-            self.book.capacity
-            - (self._promised - account.promised)
-            - (account.firm + account.pending)
-            - self.decode_reserve
-        )
-        if need > own and self._is_bounded(account):
-            return self._not_now(account, need, own, Cause.TENANT_LIMIT, may_wait)
-        if need > everybodys:
-            return self._not_now(account, need, everybodys, Cause.POOL, may_wait)
-        return Decision(
-            verdict=Verdict.ADMITTED,
-            cause=Cause.NONE,
-            namespace=namespace,
-            limit=account.quota.limit,
-            need=need,
-            have=min(own, everybodys),
+        return self._judge(
+            self.account(namespace),
+            need=now - shared,
+            ahead=worst_case_units - now,
+            leave=self.decode_reserve if leave is None else min(leave, self.decode_reserve),
+            claimed=claimed,
+            may_wait=may_wait,
         )
 
-    def _not_now(self, account: Account, need: int, have: int, cause: Cause, may_wait: bool) -> Decision:
-        entitled = account.firm + account.pending + need <= account.quota.reserved
+    def _judge(self, account: Account, *, need: int, ahead: int, leave: int, claimed: int, may_wait: bool) -> Decision:
+        entitled = account.spoken_for + need + ahead <= account.quota.reserved
+        own, everybodys = self._room(account)
+        everybodys -= leave if entitled else leave + claimed
+        have, cause = min(own, everybodys), Cause.NONE
+        if need > own and self._is_bounded(account):
+            have, cause = own, Cause.TENANT_LIMIT
+        elif need > everybodys:
+            have, cause = everybodys, Cause.POOL
+        waits = cause is not Cause.NONE
+        verdict = Verdict.QUEUE if may_wait else Verdict.REFUSED
         return Decision(
-            verdict=Verdict.QUEUE if may_wait else Verdict.REFUSED,
+            verdict=verdict if waits else Verdict.ADMITTED,
             cause=cause,
             namespace=account.namespace,
-            limit=account.quota.limit if cause is Cause.TENANT_LIMIT else self.book.capacity,
+            limit=self.book.capacity if cause is Cause.POOL else account.quota.limit,
             need=need,
             have=max(have, 0),
-            retry_after_s=self.retry_after_s(need - have),
-            preempt=self.furthest_over(besides=account.namespace) if entitled else None,
+            ahead=ahead,
+            entitled=entitled,
+            retry_after_s=self.retry_after_s(need - have) if waits else None,
+            preempt=self.furthest_over(besides=account.namespace) if waits and entitled else None,
         )
+
+    def _room(self, account: Account) -> tuple[int, int]:
+        """Units that may still be promised to a namespace: as its limit has it, and as the tier has it."""
+        mine = account.firm + account.pending
+        return account.quota.limit - mine, self.book.capacity - (self._promised - account.promised) - mine
 
     def retry_after_s(self, missing: int) -> float:
         """Seconds until `missing` units have come out of use, at the rate at which they do now."""
@@ -203,21 +227,46 @@ class Ledger:
 
     # --- two phases ---------------------------------------------------------------------------------------
 
-    def reserve(self, namespace: str, units: int) -> Charge:
-        """Promises units to a request. Raises OverLimit or OutOfBlocks if they could not be had after all promises."""
+    def reserve(self, namespace: str, units: int, *, ahead: int = 0, assured: bool = False) -> Charge:
+        """Promises units to a request. Raises OverLimit or OutOfBlocks if they could not be had after all promises.
+
+        `ahead` more may follow of an assured one: they count against the reservation only.
+        """
         _require_count(units)
+        _require_count(ahead)
         account = self.account(namespace)
-        own = account.quota.limit - account.firm - account.pending
+        own, room = self._room(account)
         if units > own and self._is_bounded(account):
             raise self._over_limit(account, units, own)
-        room = self.book.capacity - (self._promised - account.promised) - (account.firm + account.pending)
         if units > room:
             raise self._out_of_units(units, room)
-        charge = Charge(namespace, units)
+        return self._open(Charge(namespace, units, ahead=ahead, assured=assured))
+
+    def _open(self, charge: Charge) -> Charge:
+        if charge.pending or charge.ahead:
+            self._charges.add(charge)
+            self._change(charge.namespace, pending=charge.pending, ahead=charge.ahead)
+        return charge
+
+    def extend(self, charge: Charge, units: int) -> None:
+        """`units` more are about to be taken, out of what was ahead as far as that goes. Whether there is room is the
+        caller's to ask."""
+        _require_count(units)
+        if (charge.pending or charge.ahead) and charge not in self._charges:
+            raise LedgerMisuse("This charge is not of this ledger.")
+        used = min(units, charge.ahead)
+        charge.pending += units
+        charge.ahead -= used
         if units:
             self._charges.add(charge)
-            self._change(namespace, pending=units)
-        return charge
+            self._change(charge.namespace, pending=units, ahead=-used)
+
+    def split(self, charge: Charge, pending: int, ahead: int) -> Charge:
+        """Part of a charge, as far as it has that much, as one of its own."""
+        pending, ahead = min(pending, charge.pending), min(ahead, charge.ahead)
+        self._settle(charge, pending, ahead)
+        self._change(charge.namespace, pending=-pending, ahead=-ahead)
+        return self._open(Charge(charge.namespace, pending, ahead=ahead, assured=charge.assured))
 
     def commit(self, charge: Charge, units: int | None = None) -> None:
         """`units` (None: all) of the charge were taken. Raises LedgerMisuse if fewer are pending."""
@@ -225,19 +274,21 @@ class Ledger:
         self._change(charge.namespace, pending=-units, committed=units)
 
     def refund(self, charge: Charge, units: int | None = None) -> None:
-        """`units` (None: all that are left) of the charge are not wanted any more. Raises LedgerMisuse."""
-        units = self._settle(charge, units)
-        self._change(charge.namespace, pending=-units)
+        """`units` (None: all that are left, and what was ahead) are not wanted any more. Raises LedgerMisuse."""
+        ahead = charge.ahead if units is None else 0
+        units = self._settle(charge, units, ahead)
+        self._change(charge.namespace, pending=-units, ahead=-ahead)
 
-    def _settle(self, charge: Charge, units: int | None) -> int:
+    def _settle(self, charge: Charge, units: int | None, ahead: int = 0) -> int:
         units = charge.pending if units is None else units
         _require_count(units)
         if units > charge.pending:
             raise LedgerMisuse(f"{units} units of a charge cannot be settled: {charge.pending} are pending.")
-        if units and charge not in self._charges:
+        if (units or ahead) and charge not in self._charges:
             raise LedgerMisuse("This charge is not of this ledger.")
         charge.pending -= units
-        if charge.pending == 0:
+        charge.ahead -= ahead
+        if not charge.pending and not charge.ahead:
             self._charges.discard(charge)
         return units
 
@@ -299,15 +350,18 @@ class Ledger:
     def contradictions(self, used: Mapping[str, int] | None = None) -> list[str]:
         """What `check_integrity` would complain about, one sentence each."""
         found: list[str] = []
-        pending = dict.fromkeys(self._accounts, 0)
+        pending, ahead = (dict.fromkeys(self._accounts, 0) for _ in range(2))
         for charge in self._charges:
             pending[charge.namespace] = pending.get(charge.namespace, 0) + charge.pending
+            ahead[charge.namespace] = ahead.get(charge.namespace, 0) + charge.ahead
         for name, account in self._accounts.items():
             who = f"ledger: {name!r}"
             if not 0 <= account.idle <= account.committed:
                 found.append(f"{who} has {account.committed} units, but {account.idle} idle ones")
             if account.pending != pending.pop(name):
                 found.append(f"{who} has {account.pending} pending units, but its charges say otherwise")
+            if account.ahead != ahead[name]:
+                found.append(f"{who} has {account.ahead} units ahead, but its charges say otherwise")
             if account.quota != self.book.of(name):
                 found.append(f"{who} is judged by an old quota")
             if (account.held, account.promised) != _out_of_reach(account):
@@ -331,19 +385,20 @@ class Ledger:
 
     # --- the one place where numbers change ---------------------------------------------------------------
 
-    def _change(self, namespace: str, *, committed: int = 0, idle: int = 0, pending: int = 0) -> None:
+    def _change(self, namespace: str, *, committed: int = 0, idle: int = 0, pending: int = 0, ahead: int = 0) -> None:
         account = self._accounts.get(namespace)
         if account is None:
             account = self._accounts[namespace] = self.account(namespace)
         account.committed += committed
         account.idle += idle
         account.pending += pending
+        account.ahead += ahead
         self._committed += committed
         returned = idle - committed - pending
         if returned > 0:
             self._rate.add(returned)
         self._weigh(account)
-        if account.committed == 0 and account.pending == 0:
+        if account.committed == account.pending == account.ahead == 0:
             del self._accounts[namespace]
 
     def _weigh(self, account: Account) -> None:

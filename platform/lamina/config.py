@@ -25,13 +25,16 @@ class EngineConfig:
     kv_bytes: int = 1024 * MIB  # size of the block pool; ignored when num_blocks is set
     num_blocks: int | None = None
     host_kv_bytes: int = 0  # host memory for blocks that the pool has no room for; 0: none; or HALF_OF_WHAT_IS_LEFT
-    kv_store_url: str = ""  # redis://, rediss:// or unix:// of a Redis or Valkey server that keeps blocks; "": none
+    kv_store_url: str = ""  # redis://, rediss:// or unix:// of a server that keeps blocks, or lmcache+ and that
+    kv_store_bytes: int | None = None  # of the store's memory, what is ours under quotas; None: its maxmemory
     kv_store_codec: str = "raw"  # how blocks are written there: raw, zstd (exact, smaller) or fp8 (lossy, a quarter)
-    kv_store_ttl_s: float | None = None  # a stored block expires so long after it was written; None: never
+    kv_store_ttl_s: float | None = None  # a stored block expires so long after its last use; None: never
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left
+    max_prefill_tokens: int | None = None  # of prompts in one step, which is what decoding waits for; None: as it fits
     max_running: int = 64  # choices in the running batch
     max_waiting: int = 1024  # queued requests, then 503
+    max_queue_s: float = 50.0  # seconds without a start, then 429; 0: no bound
     max_choices: int = 16  # upper bound of n
     max_logprobs: int = 20
     max_lora_rank: int = 256
@@ -86,6 +89,7 @@ class GatewayConfig:
     max_stop_strings: int = 16
     max_prompts: int = 128  # in one call of /v1/completions
     first_event_timeout_s: float = 600.0  # queueing included, then 503
+    max_queue_s: float = 0.0  # the engine's: until then a stream's status is held back, so that it can be 429
     ping_interval_s: float = 15.0  # a stream that has nothing to say for so long says that it lives
     housekeeping_s: float = 30.0  # between rounds of `gateway.housekeeping`
     policy_poll_s: float = 2.0  # between looks at the database for changed quotas and pins

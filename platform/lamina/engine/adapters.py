@@ -34,6 +34,7 @@ class AdapterLoads:
         self._store = store
         self._load = load
         self._pending: dict[str, Future[PreparedAdapter]] = {}
+        self._seconds: dict[str, float] = {}  # of loads that nobody was charged for yet
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-load")
         self.slots = AdapterSlots(capacity_bytes, self._arrived, max_slots=max_adapters, make_table=lambda *_: table)
 
@@ -73,8 +74,17 @@ class AdapterLoads:
                 self._forget_idle()
             if len(self._pending) >= _MAX_PENDING:
                 return False
-            self._pending[digest] = self._threads.submit(self._load, digest)
+            self._pending[digest] = self._threads.submit(self._timed, digest)
         return self._pending[digest].done()
+
+    def _timed(self, digest: str) -> PreparedAdapter:
+        started = time.perf_counter()
+        weights = self._load(digest)
+        self._seconds[digest] = time.perf_counter() - started
+        return weights
+
+    def load_seconds(self, digest: str) -> float:
+        return self._seconds.pop(digest, 0.0)
 
     def _forget_idle(self) -> None:
         """Drops loaded weights that nobody took: their request was cancelled, or memory is full. They load again."""
@@ -90,6 +100,7 @@ class AdapterLoads:
     def unload(self, digest: str) -> None:
         """Forgets the adapter now, or as soon as nothing runs with it."""
         self._pending.pop(digest, None)
+        self._seconds.pop(digest, None)
         self.slots.unload(digest)
 
     def loaded(self) -> list[str]:

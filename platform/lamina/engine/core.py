@@ -15,7 +15,11 @@ from torch import Tensor
 from lamina.engine.adapters import AdapterLoads
 from lamina.engine.batch import build_batch
 from lamina.engine.commons import Commons
+from lamina.engine.explain import Explainer
+from lamina.engine.failures import failure_of
 from lamina.engine.flight import Flight
+from lamina.engine.inspector import Inspector
+from lamina.engine.patience import Patience
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice, ChoiceStatus, RequestState
 from lamina.engine.runner import Runner
@@ -35,6 +39,7 @@ from lamina.types import (
     TokenEvent,
 )
 from lamina_kvtier.identity import BlockId, IdentityChain, Layout, root_id
+from lamina_kvtier.reasons import Reason
 
 __all__ = ["CoreLimits", "EngineCore"]
 
@@ -46,6 +51,7 @@ class CoreLimits:
     max_waiting: int
     max_choices: int
     max_logprobs: int
+    max_queue_s: float = 0.0  # 0: requests wait as long as it takes
 
 
 class EngineCore:
@@ -67,15 +73,27 @@ class EngineCore:
         sampler: StepSampler,
         adapters: AdapterLoads,
         tiers: Tiers,
+        explainer: Explainer,
     ) -> None:
         """`tiers` are those that the scheduler asks, too."""
         self.info = info
         self.scheduler = scheduler
-        self.commons = Commons(scheduler.kv, self._root)
-        scheduler.prefix_hit = self.commons.hit
+        self.commons = Commons(scheduler.kv, self._root, tiers)
+        self.explainer = explainer
+        scheduler.prefix_found, scheduler.prefix_taken = self._prefix_found, self._prefix_taken
+        self.inspector = Inspector(
+            scheduler.kv,
+            tiers.below,
+            explainer,
+            self.commons,
+            self._root,
+            block_bytes=info.block_bytes,
+            check_integrity=self.check_integrity,
+        )
         self._layout = layout
         self._eos = eos_token_ids
         self._limits = limits
+        self._patience = Patience(limits.max_queue_s)
         self._runner = runner
         self._sampler = sampler
         self._adapters = adapters
@@ -111,6 +129,8 @@ class EngineCore:
         self.scheduler.admission.require_possible(choice)
         self.scheduler.queue.push(choice)
         self._requests[request.request_id] = state
+        state.submitted_at = self._patience.now()
+        self._patience.waits(state)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -120,7 +140,7 @@ class EngineCore:
         if len(self.scheduler.queue) >= self._limits.max_waiting:
             raise EngineOverloaded(
                 f"{self._limits.max_waiting} requests are waiting, which is the limit. Retry shortly.",
-                retry_after_s=1.0,
+                retry_after_s=self._patience.seconds_until(1),
             )
         self._check_share(request.tenant)
         validate(
@@ -148,7 +168,7 @@ class EngineCore:
                 limit=share,
                 need=waiting + 1,
                 have=waiting,
-                retry_after_s=1.0,
+                retry_after_s=self._patience.seconds_until(-(-len(self.scheduler.queue) // waiting)),
             )
 
     def _check_room(self, prompt: int, completion: int) -> None:
@@ -160,6 +180,16 @@ class EngineCore:
 
     def _root(self, adapter: str | None, namespace: str) -> BlockId:
         return root_id(model_digest=self.info.model_digest, layout=self._layout, adapter=adapter, namespace=namespace)
+
+    def _prefix_found(self, choice: Choice) -> None:
+        self.commons.hit(choice.request.request.namespace, choice.chain.ids[: len(choice.table)])
+        self.explainer.began(choice)
+
+    def _prefix_taken(self, choice: Choice, ids: Sequence[BlockId]) -> None:
+        lookup = choice.request.lookup
+        missed = [] if lookup is None else [identity for identity in ids if identity in lookup.missing]
+        self.commons.hit(choice.request.request.namespace, missed)
+        self.explainer.taken(choice, ids)
 
     def _choice(self, state: RequestState, index: int, chain: IdentityChain) -> Choice:
         request = state.request
@@ -216,11 +246,14 @@ class EngineCore:
         """
         self._tiers.settle()
         self.commons.expire()
+        self._refuse_overdue()
         plan = self.scheduler.plan()
         for choice, failure in plan.failures:
             self._finish(choice, FinishReason.ERROR, failure=failure)
         for choice in plan.preempted:
             self._sampler.leave(choice.sampling)
+            self._patience.waits(choice.request)
+        self._note_starts(plan)
         started = time.perf_counter()
         landing, self._flight = self._flight, self._launch(plan) if plan.chunks else None
         if landing is not None:
@@ -230,7 +263,8 @@ class EngineCore:
             self._land(landing)
         if plan.chunks:
             seconds = time.perf_counter() - started
-            self._tiers.after_step(sum(chunk.count for chunk in plan.chunks), seconds)
+            self._tiers.after_step(plan.tokens, seconds)
+            self.scheduler.load_cost.computed(plan.tokens, seconds)
             self._step_seconds += seconds
             self._counts["steps"] += 1
         elif self._requests and landing is None and not plan.failures:
@@ -238,6 +272,23 @@ class EngineCore:
             self._adapters.wait(seconds=0.001 if self._tiers.is_busy else 0.05)
         events, self._outbox = self._outbox, []
         return events
+
+    def _refuse_overdue(self) -> None:
+        """Ends requests that waited too long, before their first token."""
+        for request_id, arrival in self._patience.overdue():
+            state = self._requests.get(request_id)
+            choice = None if state is None or state.arrival != arrival else state.choices.get(0)
+            decision = None if choice is None else self.scheduler.refusal(choice)
+            if choice is not None and decision is not None:
+                failure = failure_of(self._patience.exceeded(decision))
+                self._finish(choice, FinishReason.ERROR, failure=failure)
+
+    def _note_starts(self, plan: StepPlan) -> None:
+        now = self._patience.now()
+        for chunk in plan.chunks:
+            state = chunk.choice.request
+            if state.queued_s is None:
+                state.queued_s = now - state.submitted_at
 
     @torch.inference_mode()
     def _launch(self, plan: StepPlan) -> Flight | None:
@@ -287,7 +338,8 @@ class EngineCore:
         _log.error("a forward pass over %d chunks failed", len(plan.chunks), exc_info=error)
         failure = EngineFailure(EngineInternal.code, f"The engine failed on this request: {error}")
         for chunk in plan.chunks:
-            self.scheduler.kv.forget(chunk.choice.chain.ids)
+            self.scheduler.kv.forget(chunk.choice.chain.ids, Reason.INTEGRITY)
+            self._tiers.forget(chunk.choice.chain.ids)
             if chunk.choice.status is not ChoiceStatus.FINISHED:
                 self._fail(chunk.choice, failure)
 
@@ -303,6 +355,7 @@ class EngineCore:
             self._finish(choice, FinishReason.ERROR, failure=failure)
         else:
             choice.append(sampled.token_id)
+            self.explainer.settle(choice.request)
             self.scheduler.publish(choice)
             self._counts["generation_tokens"] += 1
             reason = self._finish_reason(choice, sampled.token_id)
@@ -338,12 +391,14 @@ class EngineCore:
         self.scheduler.finish(choice)
         self._sampler.leave(choice.sampling)
         state = choice.request
+        self.explainer.settle(state)
         state.choices.pop(choice.index, None)
         self._outbox.append(self._event(choice, sampled, reason, failure))
         if choice.unborn:
             self._end_unborn(choice, reason, failure)
         if not state.choices:
             self._requests.pop(state.request.request_id, None)
+            self._patience.left()
             self._counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
             self.scheduler.queue.forget_idle({other.request.tenant for other in self.scheduler.running})
             self._unload_retired()
@@ -369,6 +424,8 @@ class EngineCore:
         failure: EngineFailure | None = None,
     ) -> TokenEvent:
         stopped = reason is FinishReason.STOP and sampled is not None
+        queued_s = None if choice.request.is_wait_told else choice.request.queued_s
+        choice.request.is_wait_told = queued_s is not None or choice.request.is_wait_told
         return TokenEvent(
             request_id=choice.request.request.request_id,
             index=choice.index,
@@ -376,7 +433,8 @@ class EngineCore:
             logprobs=(sampled.logprob,) if sampled is not None and sampled.logprob is not None else (),
             finish_reason=reason,
             stop_token_id=sampled.token_id if stopped and sampled is not None else None,
-            cached_tokens=choice.request.cached_tokens or 0,
+            cached_by_tier=choice.request.cached_by_tier,
+            queued_s=queued_s,
             error=failure,
         )
 

@@ -19,7 +19,7 @@ def failure_of(error: BaseException) -> EngineFailure:
     """The wire form of `error`; anything that is not a LaminaError becomes `engine_error` without details."""
     if not isinstance(error, LaminaError):
         return EngineFailure(EngineInternal.code, "The engine failed on this request; its log says why.")
-    return EngineFailure(error.code, error.message, error.param, error.retry_after_s)
+    return EngineFailure(error.code, error.message, error.param, error.retry_after_s, context_of(error))
 
 
 def context_of(error: BaseException) -> Context:
@@ -30,14 +30,14 @@ def context_of(error: BaseException) -> Context:
 
 
 def error_of(failure: EngineFailure, context: Mapping[str, object] | None = None) -> LaminaError:
-    """The exception that `failure` and `context` were made from.
+    """The exception that `failure` (and `context`, if it came beside it) was made from.
 
     A code that this version does not know gives EngineInternal with the original message.
     """
     kind = _BY_CODE.get(failure.code, EngineInternal)
     error = kind.__new__(kind)  # constructors differ, and the message is already made
     LaminaError.__init__(error, failure.message, param=failure.param, retry_after_s=failure.retry_after_s)
-    for name, value in (context or {}).items():
+    for name, value in {**failure.context, **(context or {})}.items():
         if name not in _COMMON and not name.startswith("_"):
             setattr(error, name, tuple(value) if isinstance(value, list) else value)
     return error

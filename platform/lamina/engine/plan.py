@@ -47,6 +47,10 @@ class StepPlan:
     def is_empty(self) -> bool:
         return not self.chunks and not self.failures
 
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
     def drop(self, choice: Choice) -> int:
         """Takes a preempted choice out again; returns the tokens given back to the budget."""
         kept = [chunk for chunk in self.chunks if chunk.choice is not choice]

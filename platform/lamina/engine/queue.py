@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lamina.engine.request import Choice
 
@@ -14,11 +14,15 @@ class FairQueue:
     """Start-time fair queueing over tenants: the tenant that was served least (tokens / weight) goes first.
 
     Within a tenant, order is age, so a preempted choice comes back to its old place. A tenant that returns from
-    idleness starts at the smallest virtual time among the active tenants: idleness earns no credit that could
-    starve the others (Sheng et al., "Fairness in Serving Large Language Models", 2024, use the same lift).
+    idleness starts at most `credit` behind the smallest virtual time among the active tenants: longer idleness earns
+    no more, and cannot starve the others (Sheng et al., "Fairness in Serving Large Language Models", 2024, lift all the
+    way). The credit is what lets one that asks for less than its share be served at once: without it, it is only ever
+    served at the rate of its share, however seldom it comes, so beside one that floods its prompts take twice as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: float = 0.0) -> None:
+        """`credit` in tokens per weight: by so much others may be held up, once, for what a tenant has left them."""
+        self._credit = credit
         self._waiting: dict[str, deque[Choice]] = {}
         self._served: dict[str, float] = {}
         self._floor = 0.0  # virtual time of the tenant served last
@@ -37,22 +41,33 @@ class FairQueue:
         line = self._waiting.get(tenant)
         if line is None:
             line = self._waiting[tenant] = deque()
-            self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor)
+            self._served[tenant] = max(self._served.get(tenant, 0.0), self._floor - self._credit)
         at = len(line)
         while at > 0 and line[at - 1].order > choice.order:
             at -= 1
         line.insert(at, choice)
         self._size += 1
 
-    def heads(self) -> list[Choice]:
-        """The oldest choice of each waiting tenant, the least served tenant first."""
-        tenants = sorted(self._waiting, key=lambda tenant: self._served[tenant])
-        return [self._waiting[tenant][0] for tenant in tenants]
+    def heads(self, is_privileged: Callable[[Choice], bool] = lambda _: False) -> list[Choice]:
+        """The oldest choice of each waiting tenant, the least served tenant first, and of equals the privileged."""
+        first = [line[0] for line in self._waiting.values()]
+        return sorted(first, key=lambda head: (self._served[head.request.tenant], not is_privileged(head)))
+
+    def soon(self, count: int) -> Iterator[Choice]:
+        """The first `count` choices of each waiting tenant: all first ones, the least served tenant's first, then all
+        second ones, ..."""
+        lines = [self._waiting[head.request.tenant] for head in self.heads()]
+        for place in range(count):
+            yield from (line[place] for line in lines if place < len(line))
 
     def head(self, tenant: str) -> Choice | None:
         """The tenant's oldest waiting choice."""
         line = self._waiting.get(tenant)
         return line[0] if line else None
+
+    def served(self, tenant: str) -> float:
+        """Its virtual time, in tokens per weight."""
+        return self._served.get(tenant, self._floor)
 
     def waiting(self, tenant: str) -> int:
         """How many choices of the tenant wait."""
@@ -79,5 +94,5 @@ class FairQueue:
     def forget_idle(self, active: set[str]) -> None:
         """Drops the books of tenants that neither wait nor run and owe nothing, so that they stay bounded."""
         for tenant in [name for name in self._served if name not in active and name not in self._waiting]:
-            if self._served[tenant] <= self._floor:
+            if self._served[tenant] <= self._floor - self._credit:
                 del self._served[tenant]

@@ -9,8 +9,9 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.engine.prefix_lookup import PrefixLookup
 from lamina.engine.sampling_state import SamplingState
-from lamina.types import GenerationRequest, SamplingParams
+from lamina.types import CachedTokens, GenerationRequest, SamplingParams
 from lamina_kvtier.identity import BlockId, IdentityChain
 
 __all__ = ["BlockTable", "Choice", "ChoiceStatus", "RequestState"]
@@ -32,6 +33,11 @@ class RequestState:
     choices: dict[int, Choice] = field(default_factory=dict)  # unfinished ones, by index
     cancelled: set[int] = field(default_factory=set)  # indexes to end as soon as they are born
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache, at the first admission
+    cached_by_tier: CachedTokens = field(default_factory=CachedTokens)  # those, and what came while it prefilled
+    submitted_at: float = 0.0  # seconds of the engine's clock
+    queued_s: float | None = None  # from then to its first start; None: it has not started
+    is_wait_told: bool = False  # in an event
+    lookup: PrefixLookup | None = None  # until its prompt is computed, if blocks of it were missing
 
     @property
     def params(self) -> SamplingParams:
@@ -59,6 +65,11 @@ class BlockTable(list[int]):
         """Puts another block in one place."""
         self[index] = block
         self._valid = min(self._valid, index)
+
+    def drop_last(self) -> int:
+        """Takes the last block off, and returns it."""
+        self._valid = min(self._valid, len(self) - 1)
+        return self.pop()
 
     def array(self) -> NDArray[np.int64]:
         """[blocks]; a view that the next change may overwrite. Blocks are only appended, or changed by `replace`."""

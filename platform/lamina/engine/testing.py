@@ -367,6 +367,7 @@ class _Request:
             finish_reason=self._reason(said, token_ids, ended),
             stop_token_id=token_ids[0] if ended else None,
             cached_by_tier=CachedTokens(gpu=cached) if said == 0 else CachedTokens(),
+            queued_s=0.0 if said == index == 0 else None,
         )
 
     def _reason(self, said: int, token_ids: tuple[int, ...], ended: bool) -> FinishReason | None:

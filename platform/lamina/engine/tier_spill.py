@@ -134,6 +134,12 @@ class Spills:
             self._note()
         return max(0, len(victims) - SPILL_BATCH)
 
+    def save_now(self, table: Sequence[tuple[int, BlockId]]) -> None:
+        """Copies blocks down that may be overwritten in this very step, head first, as far as a transfer may start."""
+        if self.has_room:
+            wanted = [pair for pair in table if pair[0] not in self.reading and not self._host.knows(pair[1])]
+            self.save([(block, self._key(block, identity)) for block, identity in wanted[:SPILL_BATCH][::-1]])
+
     def _choose(self, victims: Sequence[tuple[int, BlockId]], free: int) -> tuple[dict[int, BlockId], int]:
         """What to save of a queue of victims, and how many blocks may change hands before the next look at it."""
         identities = dict(victims)

@@ -61,6 +61,10 @@ class TierGate(Protocol):
         """The running choice took these blocks; returns how many of them `allocate` had given for it."""
         ...
 
+    def gives_way(self, choice: Choice) -> None:
+        """The choice is about to lose its blocks, and will want them again."""
+        ...
+
     def left(self, choice: Choice) -> None:
         """The choice will not start, or runs no more."""
         ...
@@ -159,6 +163,9 @@ class NoTiers(PoolOnly):
 
     def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
         return 0
+
+    def gives_way(self, choice: Choice) -> None:
+        """There is nowhere to save its blocks."""
 
     def left(self, choice: Choice) -> None:
         """Nothing was fetched."""
@@ -274,6 +281,9 @@ class KvTiers:
     def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
         fetch = self._fetches.get(choice)
         return 0 if fetch is None else fetch.took(ids)
+
+    def gives_way(self, choice: Choice) -> None:
+        self._spills.save_now(list(zip(choice.table, choice.chain.ids[: choice.published], strict=False)))
 
     def left(self, choice: Choice) -> None:
         self._seen.discard(choice)

@@ -18,6 +18,8 @@ from lamina.gateway.sse import EventStream, ending_well
 
 __all__ = ["Writer", "answer"]
 
+_GRACE_S = 1.0  # for a refusal to get here
+
 
 class Writer(Protocol):
     """Deltas in the words of one API."""
@@ -43,14 +45,15 @@ async def answer(request: Request, deps: GatewayDeps, job: Job, writer: Writer, 
         deps.metrics.stream_errors.labels(problem.error["code"]).inc()
         return problem
 
-    patience_s = deps.config.ping_interval_s
+    ping_s, queue_s = deps.config.ping_interval_s, deps.config.max_queue_s
+    patience_s = max(ping_s, queue_s + _GRACE_S) if queue_s else ping_s
     try:  # a refusal that comes in time gets its status; a later one will be an event
         await unless_disconnected(request.receive, generation.start(patience_s=patience_s))
     except BaseException:
         await generation.aclose()
         raise
     events = ending_well(writer.events(generation), failed)
-    return EventStream(events, generation, job.target.headers, ping_s=patience_s)
+    return EventStream(events, generation, job.target.headers, ping_s=ping_s)
 
 
 async def _whole(generation: Generation, writer: Writer) -> BaseModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform as host
 from collections.abc import Callable
+from dataclasses import replace
 
 import psutil
 import torch
@@ -11,8 +12,10 @@ import torch
 from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
 from lamina.engine.core import CoreLimits, EngineCore
+from lamina.engine.explain import Explainer
 from lamina.engine.pool import BlockPool
 from lamina.engine.scheduler import Scheduler
+from lamina.engine.store_memory import StoreMemory
 from lamina.errors import ConfigurationInvalid
 from lamina.models.base_weights import StoredWeights
 from lamina.models.config import ModelConfig
@@ -22,6 +25,7 @@ from lamina.models.loader import load_model
 from lamina.types import EngineInfo
 from lamina.wiring.backends import Backend, choose_backend
 from lamina.wiring.tiers import MakeTiers, build_tiers
+from lamina_kvtier.ghosts import Ghosts, segments_for
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.quota import QuotaBook
@@ -34,6 +38,7 @@ __all__ = ["assemble", "build_core", "choose_device", "choose_dtype"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Of the pool no more than this part is kept out of all promises, for choices that decode; a block each is enough.
 _HEADROOM_PART = 8
+_MAX_GHOSTS = 1 << 18  # evicted blocks that are remembered; some 300 bytes each
 Progress = Callable[[int, int], None]
 
 
@@ -126,27 +131,42 @@ def assemble(
         store, load, parts.table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters
     )
     quotas = QuotaBook(num_blocks, headroom=min(config.max_running, num_blocks // _HEADROOM_PART))
-    kv = KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas)
+    ghosts = Ghosts(segments_for(min(num_blocks, _MAX_GHOSTS)))
+    kv = KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas, ghosts=ghosts)
     below = tiers(config, pool, kv, layout)
+    host = None if below.below is None else below.below.host
+    explainer = Explainer(
+        kv,
+        host,
+        block_bytes=pool.block_bytes,
+        store=StoreMemory(ttl_s=config.kv_store_ttl_s),
+        store_usage=below.store_usage,
+    )
+    below.report_to(explainer)
     scheduler = Scheduler(
         kv,
         loads,
         below,
         max_batch_tokens=config.max_batch_tokens,
         max_running=config.max_running,
+        max_prefill_tokens=config.max_prefill_tokens,
     )
     return EngineCore(
-        info=info,
+        info=replace(info, host_blocks=0 if below.commons_of_host is None else below.commons_of_host.tier.num_slots),
         layout=layout,
         eos_token_ids=frozenset(shape.eos_token_ids),
         limits=CoreLimits(
-            max_waiting=config.max_waiting, max_choices=config.max_choices, max_logprobs=config.max_logprobs
+            max_waiting=config.max_waiting,
+            max_choices=config.max_choices,
+            max_logprobs=config.max_logprobs,
+            max_queue_s=config.max_queue_s,
         ),
         scheduler=scheduler,
         runner=parts.runner(loads.slots),
         sampler=parts.sampler,
         adapters=loads,
         tiers=below,
+        explainer=explainer,
     )
 
 

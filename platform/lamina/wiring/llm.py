@@ -68,7 +68,8 @@ class LLM:
         """Raises UnsupportedModel, ModelFetchFailed, AdapterRejected, ConfigurationInvalid."""
         self._temporary = tempfile.TemporaryDirectory(prefix="lamina-adapters-")
         folder = resolve(str(model), default_cache())
-        config = EngineConfig(model=folder, adapters=Path(self._temporary.name), **options)
+        patient = {"max_queue_s": 0.0} | options  # whoever waits here is the caller itself
+        config = EngineConfig(model=folder, adapters=Path(self._temporary.name), **patient)
         self.core = build_core(config)
         self.tokenizer = Tokenizer.from_folder(folder)
         self._store = AdapterStore(config.adapters)

@@ -101,26 +101,36 @@ class Settings(BaseSettings):
         "Host memory for KV blocks that the pool has no room for; 0: none; `auto`: half of what is left.",
     )
     kv_store_url: str = _engine(
-        "kv_store_url", "Where KV blocks are kept: `redis://`, `rediss://`, `unix://` or `embedded`; empty: nowhere."
+        "kv_store_url",
+        "Where KV blocks are kept: `redis://`, `rediss://`, `unix://`, `lmcache+` and one of these, or `embedded`.",
     )
-    kv_store_bytes: ByteSize = Field(
-        ByteSize(1 << 30),
-        ge=16 << 20,
-        description="Memory of the embedded store (`LAMINA_KV_STORE_URL=embedded`).",
-        json_schema_extra={"section": "Engine"},
+    kv_store_bytes: Annotated[ByteSize, Field(ge=16 << 20)] | None = _engine(
+        "kv_store_bytes",
+        "Memory of the embedded store, unset: 1 GiB; of another one, what quotas may give out, unset: its maxmemory.",
     )
     kv_store_codec: Literal["raw", "zstd", "fp8"] = _engine(
         "kv_store_codec", "How blocks are kept there: `raw`, `zstd` (exact, smaller) or `fp8` (lossy, a quarter)."
     )
     kv_store_ttl_s: float | None = _engine(
-        "kv_store_ttl_s", "Seconds after which a stored block expires; unset: never.", gt=0
+        "kv_store_ttl_s", "Seconds after its last use when a stored block expires; unset: never.", gt=0
     )
     max_context: int | None = _engine(
         "max_context", "Tokens of prompt and completion together; unset: what the model allows.", ge=2
     )
     max_batch_tokens: int = _engine("max_batch_tokens", "Tokens in one step: decode first, then prefill.", ge=1)
+    max_prefill_tokens: int | None = _engine(
+        "max_prefill_tokens",
+        "Tokens of prompts in one step: the longest pause between two tokens of running requests; unset: what fits.",
+        ge=1,
+    )
     max_running: int = _engine("max_running", "Choices that generate at the same time.", ge=1)
     max_waiting: int = _engine("max_waiting", "Requests in the queue; more are answered 503.", ge=1)
+    max_queue_s: float = _engine(
+        "max_queue_s",
+        "Seconds that a request may wait for its start, then 429; 0: no bound. A stream's status may come as late, so "
+        "keep it below the read timeout of proxies (often 60 s).",
+        ge=0,
+    )
     max_choices: int = _engine("max_choices", "Upper bound of `n`.", ge=1, le=1024)
     max_logprobs: int = _engine("max_logprobs", "Upper bound of `top_logprobs`.", ge=0, le=1024)
     max_lora_rank: int = _engine("max_lora_rank", "Adapters of a higher rank are refused.", ge=1)

@@ -74,6 +74,12 @@ MISUSES: dict[str, Callable[[Ledger, Charge], object]] = {
     "wake too much": lambda b, c: b.wake("a", 2),
     "shared beyond the request": lambda b, c: b.admit("a", 3, shared=4),
     "pinned beyond the shared": lambda b, c: b.admit("a", 3, shared=1, pinned=2),
+    "shared beyond what is known": lambda b, c: b.admit("a", 9, now=3, shared=4),
+    "now beyond the worst case": lambda b, c: b.admit("a", 3, now=4),
+    "extend by less than nothing": lambda b, c: b.extend(c, -1),
+    "extend another ledger's charge": lambda b, c: b.extend(Charge("a", 5), 1),
+    "split another ledger's charge": lambda b, c: b.split(Charge("a", 5), 1, 0),
+    "reserve less than nothing ahead": lambda b, c: b.reserve("a", 1, ahead=-1),
 }
 
 
@@ -168,6 +174,60 @@ def test_what_can_never_fit_is_never_admitted() -> None:
     assert books.admit("c", 31).verdict is Verdict.NEVER
 
 
+def test_a_request_starts_by_what_it_needs_now() -> None:
+    """What it may come to use later matters for the ceiling and for the reservation alone."""
+    books = ledger(a=Quota(reserved=20, limit=100))
+    books.charge("b", 60)
+    decision = books.admit("a", 30, now=12)
+    assert decision.admitted
+    assert (decision.need, decision.ahead, decision.entitled) == (12, 18, False)
+    decision = books.admit("a", 20, now=12)
+    assert (decision.admitted, decision.need, decision.ahead, decision.entitled) == (True, 12, 8, True)
+    assert books.admit("a", 91, now=2).verdict is Verdict.NEVER
+    books.reserve("a", 5, ahead=10, assured=True)
+    assert books.admit("a", 5, now=1).entitled
+    assert not books.admit("a", 6, now=1).entitled
+
+
+def test_what_is_ahead_is_not_kept_from_others() -> None:
+    """Only from further requests that want the same reservation."""
+    books = ledger(headroom=0, a=Quota(reserved=50, limit=100))
+    charge = books.reserve("a", 5, ahead=45, assured=True)
+    assert books.admit("b", 50).admitted
+    assert books.room_in_tier("b") == 100
+    books.check_integrity({})
+    books.extend(charge, 8)
+    assert (charge.pending, charge.ahead, books.account("a").spoken_for) == (13, 37, 50)
+    books.commit(charge, 13)
+    part = books.split(charge, 0, 30)
+    assert (part.ahead, part.assured, charge.ahead) == (30, True, 7)
+    books.refund(part)
+    books.extend(charge, 10)
+    assert (charge.pending, charge.ahead) == (10, 0)
+    books.commit(charge)
+    books.refund(charge)
+    assert books.account("a").spoken_for == 23
+    books.check_integrity({"a": 23})
+
+
+def test_blocks_are_left_for_decoding_and_for_who_comes_next() -> None:
+    """The decode reserve is the most that is left for decoding; claims bind those within their reservation not."""
+    books = ledger(a=Quota(reserved=40, limit=100))
+    books.charge("b", 50)
+    assert books.admit("c", 50, leave=0).admitted
+    assert books.admit("c", 47, leave=3).admitted
+    assert books.admit("c", 48, leave=3).have == 47
+    assert books.admit("c", 40, leave=99).admitted
+    assert books.admit("c", 40, leave=5, claimed=6).verdict is Verdict.QUEUE
+    assert books.admit("a", 40, leave=5, claimed=6).admitted
+
+
+def test_before_policy_nothing_is_impossible() -> None:
+    books = Ledger(QuotaBook(10, 2))
+    assert books.admit("a", 40, now=10, leave=0).admitted
+    assert books.admit("a", 40, now=11, leave=0).verdict is Verdict.QUEUE
+
+
 def test_what_is_shared_costs_nothing_more() -> None:
     books = ledger(a=Quota(reserved=0, limit=20))
     books.charge("a", 12)
@@ -255,6 +315,7 @@ BREAKS: dict[str, tuple[Callable[[Ledger], object], str]] = {
     "promised": (lambda b: setattr(b, "_promised", 4), "promised units"),
     "idle": (lambda b: setattr(b.account("a"), "idle", 6), "but 6 idle"),
     "pending": (lambda b: setattr(b.account("a"), "pending", 1), "pending units"),
+    "ahead": (lambda b: setattr(b.account("a"), "ahead", 1), "units ahead"),
     "weights": (lambda b: setattr(b.account("a"), "held", 1), "which is not what it has"),
     "quota": (lambda b: setattr(b.account("a"), "quota", Quota(1, 1)), "old quota"),
     "lost account": (lambda b: b._accounts.clear(), "no account"),
