@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.redis_plane import Batch, ErrorReply, Failure, PlaneConfig, RedisPlane, Request
+from lamina_kvtier.redis_plane.ledger import VALUES
 from lamina_kvtier.redis_plane.requests import Store
 from lamina_kvtier.tier import BlockKey, Outcome
 
@@ -67,7 +68,8 @@ class RedisBlocks:
     def __init__(self, plane: RedisPlane, codec: BlockCodec, config: RedisTierConfig) -> None:
         self.plane, self.codec, self.config = plane, codec, config
         scope = hashlib.blake2b(codec.layout + config.deployment.encode(), digest_size=8).hexdigest().encode()
-        self.values, self.ledger = b"lamina:{%b}:kv1:" % scope, b"lamina:{%b}:ledger1:" % scope
+        self.scope = b"lamina:{%b}:" % scope
+        self.values = self.scope + VALUES
         self.last_refusal = ""
 
     @property

@@ -36,9 +36,7 @@ class RedisPolicy:
     def __init__(self, blocks: RedisBlocks, usage: ServerUsage) -> None:
         self.keeping: Keeping = PlainKeeping(blocks)
         self.ledger: LedgerKeeping | None = None  # under quotas, the same
-        self.calls = LedgerCalls(
-            blocks.ledger, blocks.values, ttl_ms=blocks.config.ttl_ms, lease_ms=blocks.config.lease_ms
-        )
+        self.calls = LedgerCalls(blocks.scope, ttl_ms=blocks.config.ttl_ms, lease_ms=blocks.config.lease_ms)
         self._blocks, self._usage = blocks, usage
         self._lock = threading.Lock()  # guards what follows
         self._capacity: int | None = None

@@ -82,16 +82,16 @@ class _Looker:
     def __init__(self, server: EmbeddedValkey, tier: RedisTier) -> None:
         self._server = server
         blocks = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
-        self.ledger, self.values = blocks.ledger, blocks.values
+        self.scope, self.values = blocks.scope, blocks.values
 
     def tell(self, *command: bytes) -> Reply:
         return tell(self._server, *command)
 
     def contradictions(self) -> list[str]:
-        return contradictions(self.tell, self.ledger, self.values)
+        return contradictions(self.tell, self.scope)
 
     def pass_time(self, seconds: float) -> None:
-        pass_time(self.tell, self.ledger, self.values, round(seconds * 1000))
+        pass_time(self.tell, self.scope, round(seconds * 1000))
 
 
 # Room, and the server's own eviction
@@ -185,7 +185,7 @@ def test_a_put_that_was_cut_off_leaves_nothing(shared_server: EmbeddedValkey, co
     tier = connect(shared_server.address)
     set_quotas(tier, 4)
     look = _Looker(shared_server, tier)
-    calls = LedgerCalls(look.ledger, look.values, ttl_ms=None, lease_ms=5000)
+    calls = LedgerCalls(look.scope, ttl_ms=None, lease_ms=5000)
     names = keys(4, "ann")
     blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
     reserve = calls.reserve(b"ghost", [(name.id, VALUE_BYTES, "ann") for name in names])
@@ -207,7 +207,7 @@ def test_a_value_that_comes_after_its_lease_does_not_stay(shared_server: Embedde
     tier = connect(shared_server.address)
     set_quotas(tier, 4)
     look = _Looker(shared_server, tier)
-    calls = LedgerCalls(look.ledger, look.values, ttl_ms=None, lease_ms=5000)
+    calls = LedgerCalls(look.scope, ttl_ms=None, lease_ms=5000)
     blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
     (name,) = keys(1, "ann")
     blocks_.ask([calls.reserve(b"late", [(name.id, VALUE_BYTES, "ann")])], 10, lambda: None).result()
@@ -240,7 +240,7 @@ def test_a_ledger_that_lost_a_part_mends_itself(redis_server: EmbeddedValkey, co
     set_quotas(tier, 10)
     look = _Looker(redis_server, tier)
     names = fill(tier, 4, "ann")
-    tell(redis_server, b"DEL", look.ledger + part)
+    tell(redis_server, b"DEL", look.scope + b"ledger1:" + part)
     fill(tier, 2, "bob")
     assert tier.reconcile(PATIENCE_S)
     assert sum(used(tier).values()) == 6

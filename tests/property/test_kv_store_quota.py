@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
         self.line = Connection.open(server.address, None, Bounds(), time.monotonic() + PATIENCE_S)
         self.resources.callback(self.line.close)
         names = RedisBlocks(self.redis.plane, codec, config)
-        self.keys = names.ledger, names.values
+        self.scope, self.values = names.scope, names.values
 
     def teardown(self) -> None:
         self.resources.close()
@@ -152,13 +152,13 @@ class Machine(RuleBasedStateMachine):
         """A little more, so that nothing is due at this very moment."""
         seconds = TTL_S * part + 1.0
         self.clock.now += seconds
-        pass_time(self.tell, *self.keys, round(seconds * 1000))
+        pass_time(self.tell, self.scope, round(seconds * 1000))
 
     @rule(ids=some_ids)
     def others_delete(self, ids: list[bytes]) -> None:
         """Past the ledger: a server that evicts, an operator. It is found out when both are compared."""
         for identity in ids:
-            self.tell(b"DEL", self.keys[1] + identity.hex().encode())
+            self.tell(b"DEL", self.values + identity.hex().encode())
             self.twin.store.delete(identity)
         assert self.redis.reconcile(PATIENCE_S)
 
@@ -174,9 +174,9 @@ class Machine(RuleBasedStateMachine):
         )
         for identity in IDS:
             assert self.twin.store.has(identity) == (
-                self.tell(b"EXISTS", self.keys[1] + identity.hex().encode()) == 1
+                self.tell(b"EXISTS", self.values + identity.hex().encode()) == 1
             ), identity.hex()[:2]
-        assert contradictions(self.tell, *self.keys) == []
+        assert contradictions(self.tell, self.scope) == []
 
     def both(self, work: Callable[[StoreTier], object]) -> None:
         assert work(self.redis) == work(self.twin)

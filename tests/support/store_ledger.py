@@ -24,14 +24,15 @@ return 0
 """
 
 
-def pass_time(tell: Tell, ledger: bytes, values: bytes, milliseconds: int) -> None:
+def pass_time(tell: Tell, scope: bytes, milliseconds: int) -> None:
     """As if so much time had passed: everything expires so much sooner."""
-    tell(b"EVAL", _SHIFT, b"2", ledger, values, b"%d" % milliseconds)
+    tell(b"EVAL", _SHIFT, b"2", scope + b"ledger1:", scope + b"kv1:", b"%d" % milliseconds)
 
 
-def contradictions(tell: Tell, ledger: bytes, values: bytes) -> list[str]:
+def contradictions(tell: Tell, scope: bytes) -> list[str]:
     """What disagrees, one sentence each. Everything must be settled, and nothing under way."""
     found: list[str] = []
+    ledger, values = scope + b"ledger1:", scope + b"kv1:"
     entries = {name: text.split(b" ", 2) for name, text in _pairs(tell(b"HGETALL", ledger + b"block"))}
     used = {name: int(count) for name, count in _pairs(tell(b"HGETALL", ledger + b"used"))}
     meta = dict(_pairs(tell(b"HGETALL", ledger + b"meta")))
@@ -44,7 +45,7 @@ def contradictions(tell: Tell, ledger: bytes, values: bytes) -> list[str]:
         found.append(f"total is {meta[b'total']!r}, the entries say {charged.total()}")
     if charged.total() > int(meta[b"room"]):
         found.append(f"{charged.total()} bytes are kept where {meta[b'room']!r} may be")
-    stored = {key.removeprefix(values): tell(b"STRLEN", key) for key in _list(tell(b"KEYS", values + b"*"))}
+    stored = {key.removeprefix(scope): tell(b"STRLEN", key) for key in _list(tell(b"KEYS", values + b"*"))}
     if stored != {name: int(size) for name, (size, _, _) in entries.items()}:
         found.append(f"{len(stored)} values, {len(entries)} entries, or other lengths")
     queues = {key.removeprefix(ledger + b"use:"): key for key in _list(tell(b"KEYS", ledger + b"use:*"))}

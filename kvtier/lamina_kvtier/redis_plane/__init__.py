@@ -1,7 +1,7 @@
 """Raw RESP to one Redis or Valkey server, made for large values: no copies, bounded waits, no client library.
 
 Read in this order: `plane.py` (what there is), `work.py` (requests and who may touch them), `lane.py` (one connection),
-`requests.py`, `connection.py`, `stream.py`, `resp.py`, `breaker.py`, `address.py`. For quotas: `ledger.lua` (the rules),
+`requests.py`, `connection.py`, `stream.py`, `resp.py`, `breaker.py`, `address.py`. For quotas: `ledger.lua` (rules),
 `ledger.py` (its calls), `script.py`, `chain.py`.
 """
 

@@ -10,6 +10,8 @@
 --           expiry      sorted set   kept blocks with a time to live, by its end (ms)
 --   KEYS[2] <identity>               the values themselves
 --
+-- An identity is spelled "kv1:" and 64 hexadecimal digits: above 64 bytes a server does not pack it into lists, in which
+-- it would search from the beginning.
 -- All keys share one hash tag. Names are made from KEYS, so a cluster runs it where that tag lives.
 
 local KEPT, NOBODY = '-', ''
@@ -30,7 +32,7 @@ local function int(number) return string.format('%.0f', number) end
 -- Charges. Read once, written once.
 
 local quotas, used, changed = {}, {}, {}
-local order, place -- namespaces, furthest over their share first; made when somebody needs a victim
+local heap, stale -- made when somebody needs a victim; `stale`: whose charge has changed since it was looked at
 
 local function quota_of(namespace)
   if not quotas[namespace] then
@@ -53,37 +55,42 @@ local function over_share(namespace)
   return (used_of(namespace) - quota.reserved) / quota.weight
 end
 
+-- A heap of {over share, namespace}, furthest over first. Entries that are not true any more are passed over.
+
 local function goes_before(one, other)
-  local mine, others = over_share(one), over_share(other)
-  return mine > others or (mine == others and one < other)
+  return one[1] > other[1] or (one[1] == other[1] and one[2] < other[2])
 end
 
-local function swap(at, to)
-  order[at], order[to] = order[to], order[at]
-  place[order[at]], place[order[to]] = at, to
+local function push(namespace)
+  local entry, at = { over_share(namespace), namespace }, #heap + 1
+  while at > 1 do
+    local above = math.floor(at / 2)
+    if not goes_before(entry, heap[above]) then break end
+    heap[at] = heap[above]
+    at = above
+  end
+  heap[at] = entry
 end
 
-local function put_in_order(namespace)
-  if not place[namespace] then
-    order[#order + 1] = namespace
-    place[namespace] = #order
+local function pop()
+  local last, count = table.remove(heap), #heap
+  if count == 0 then return end
+  local at = 1
+  while 2 * at <= count do
+    local below = 2 * at
+    if below < count and goes_before(heap[below + 1], heap[below]) then below = below + 1 end
+    if not goes_before(heap[below], last) then break end
+    heap[at] = heap[below]
+    at = below
   end
-  local at = place[namespace]
-  while at > 1 and goes_before(order[at], order[at - 1]) do
-    swap(at, at - 1)
-    at = at - 1
-  end
-  while at < #order and goes_before(order[at + 1], order[at]) do
-    swap(at, at + 1)
-    at = at + 1
-  end
+  heap[at] = last
 end
 
 local function charge(namespace, bytes)
   used[namespace] = used_of(namespace) + bytes
   total = total + bytes
   changed[namespace] = true
-  if order then put_in_order(namespace) end
+  if stale then stale[namespace] = true end
 end
 
 local function save()
@@ -113,17 +120,22 @@ local function length(id) -- of the value; 0: there is none
   return type(found) == 'number' and found or -1 -- of another type: somebody else's
 end
 
-local function strike(id, bytes, namespace)
+local some_expire = call('EXISTS', EXPIRY) == 1
+
+local function strike(id, bytes, holder, namespace)
   call('HDEL', BLOCK, id)
-  call('ZREM', USE .. namespace, id)
-  call('ZREM', LEASE, id)
-  call('ZREM', EXPIRY, id)
+  if holder == KEPT then
+    call('ZREM', USE .. namespace, id)
+  else
+    call('ZREM', LEASE, id)
+  end
+  if some_expire then call('ZREM', EXPIRY, id) end
   charge(namespace, -bytes)
 end
 
 local function drop(id) -- whether there was a value
-  local bytes, _, namespace = entry(id)
-  if bytes then strike(id, bytes, namespace) end
+  local bytes, holder, namespace = entry(id)
+  if bytes then strike(id, bytes, holder, namespace) end
   return call('UNLINK', VALUE .. id) > 0
 end
 
@@ -132,7 +144,8 @@ local function used_at(id, namespace, at, ttl)
   if ttl > 0 then
     call('PEXPIREAT', VALUE .. id, int(now + ttl))
     call('ZADD', EXPIRY, int(now + ttl), id)
-  else
+    some_expire = true
+  elseif some_expire then
     call('PERSIST', VALUE .. id)
     call('ZREM', EXPIRY, id)
   end
@@ -156,34 +169,41 @@ local function oldest(namespace) -- never what this very call has used
   return first[1] and tonumber(first[2]) <= base and first[1]
 end
 
-local function evict(namespace, reason)
-  local id = victims < MOST_VICTIMS and oldest(namespace)
+local function evict(namespace, reason, id) -- the identity, where it is known already
+  id = victims < MOST_VICTIMS and (id or oldest(namespace))
   if not id then return false end
   victims = victims + 1
+  local before = used_of(namespace)
   drop(id)
-  call('ZREM', USE .. namespace, id) -- also if the ledger had lost its entry
+  if used_of(namespace) == before then call('ZREM', USE .. namespace, id) end -- the ledger had lost its entry
   local name = reason .. namespace
   evicted[name] = (evicted[name] or 0) + 1
   return true
 end
 
-local function make_order()
-  order, place = {}, {}
-  local found, names = call('HGETALL', USED), {}
+local function make_heap()
+  local found = call('HGETALL', USED)
   for at = 1, #found, 2 do
     used[found[at]] = used[found[at]] or tonumber(found[at + 1])
   end
-  for namespace in pairs(used) do names[#names + 1] = namespace end
-  table.sort(names, goes_before)
-  for at, namespace in ipairs(names) do order[at], place[namespace] = namespace, at end
+  heap, stale = {}, {}
+  for namespace in pairs(used) do stale[namespace] = true end
 end
 
 local function furthest_over()
-  if not order then make_order() end
-  for _, namespace in ipairs(order) do
-    if over_share(namespace) <= 0 then return nil end
-    if not barren[namespace] and oldest(namespace) then return namespace end
-    barren[namespace] = true
+  if not heap then make_heap() end
+  for namespace in pairs(stale) do
+    stale[namespace] = nil
+    push(namespace)
+  end
+  while heap[1] and heap[1][1] > 0 do
+    local over, namespace = heap[1][1], heap[1][2]
+    if over == over_share(namespace) and not barren[namespace] then
+      local id = oldest(namespace)
+      if id then return namespace, id end
+      barren[namespace] = true
+    end
+    pop()
   end
 end
 
@@ -195,7 +215,8 @@ local function make_room(namespace, bytes) -- "q": refused by the own quota, "p"
     if not evict(namespace, 'q') then return 'q' end
   end
   while total + bytes > room do
-    if not evict(furthest_over() or namespace, 'p') then return 'p' end
+    local over, id = furthest_over()
+    if not evict(over or namespace, 'p', id) then return 'p' end
   end
 end
 
@@ -217,7 +238,7 @@ local function admit(id, bytes, namespace, holder, lease, at, ttl)
       drop(id) -- gone, or not what was stored
       kept = nil
     elseif owner ~= namespace and owner == NOBODY then
-      strike(id, kept, owner) -- now somebody pays for it
+      strike(id, kept, writer, owner) -- now somebody pays for it
       kept = nil
     else
       used_at(id, owner, at, ttl)
@@ -262,6 +283,7 @@ local function commit_one(id, at, ttl)
     write_entry(id, there, KEPT, namespace)
     call('ZREM', LEASE, id)
   end
+  if ttl == 0 then call('PERSIST', VALUE .. id) end -- it was written for the time of its lease
   used_at(id, namespace, at, ttl)
   return 'k'
 end
@@ -334,7 +356,7 @@ end
 local function sweep()
   local values, entries, count = ARGV[2], ARGV[3], ARGV[4]
   if values ~= 'done' then
-    local found = call('SCAN', values, 'MATCH', VALUE .. '*', 'COUNT', count)
+    local found = call('SCAN', values, 'MATCH', VALUE .. 'kv1:*', 'COUNT', count)
     for _, key in ipairs(found[2]) do
       local id = string.sub(key, #VALUE + 1)
       if call('HEXISTS', BLOCK, id) == 0 then adopt(id) end
@@ -355,8 +377,8 @@ local function sweep()
     entries = found[1] == '0' and 'done' or found[1]
   end
   while total > room do
-    local namespace = furthest_over()
-    if not namespace or not evict(namespace, 'p') then break end
+    local namespace, id = furthest_over()
+    if not namespace or not evict(namespace, 'p', id) then break end
   end
   return { values, entries, victims_by_name() }
 end

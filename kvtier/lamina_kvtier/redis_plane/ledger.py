@@ -13,10 +13,11 @@ from lamina_kvtier.reasons import Reason
 from lamina_kvtier.redis_plane.resp import ProtocolError, Reply
 from lamina_kvtier.redis_plane.script import Script, ScriptCall
 
-__all__ = ["NO_LEDGER", "Admission", "LedgerCalls", "LedgerUsage", "Sweep"]
+__all__ = ["LEDGER", "NO_LEDGER", "VALUES", "Admission", "LedgerCalls", "LedgerUsage", "Sweep"]
 
 T = TypeVar("T")
 
+LEDGER, VALUES = b"ledger1:", b"kv1:"  # what keys go on with behind the scope
 NO_LEDGER = "NOLEDGER"  # the error of a store that has none (any more): install it, and ask again
 
 _SCRIPT = Script(resources.files("lamina_kvtier.redis_plane").joinpath("ledger.lua").read_bytes())
@@ -59,13 +60,13 @@ class LedgerUsage:
 class LedgerCalls:
     """Requests to the ledger of one deployment."""
 
-    def __init__(self, ledger: bytes, values: bytes, *, ttl_ms: int | None, lease_ms: int) -> None:
-        """ledger, values: what its keys and those of blocks begin with, under one hash tag.
+    def __init__(self, scope: bytes, *, ttl_ms: int | None, lease_ms: int) -> None:
+        """scope: what all its keys and those of blocks begin with, a hash tag in it.
 
         lease_ms: how long room is kept for a block that is announced and not yet there.
         """
         self.lease_ms = lease_ms
-        self._keys = ledger, values
+        self._keys = scope + LEDGER, scope
         self._ttl, self._lease = b"%d" % (ttl_ms or 0), b"%d" % lease_ms
 
     def install(self, room: int, quotas: Mapping[str, Quota]) -> ScriptCall[str]:
@@ -80,7 +81,7 @@ class LedgerCalls:
         """blocks: identity, bytes, namespace; head first."""
         flat: list[bytes] = [b"reserve", holder, self._lease, self._ttl]
         for block, size, namespace in blocks:
-            flat += (_hex(block), b"%d" % size, namespace.encode())
+            flat += (_name(block), b"%d" % size, namespace.encode())
 
         def parse(reply: Reply) -> Admission:
             base, fates, victims = _elements(reply, 3)
@@ -92,16 +93,16 @@ class LedgerCalls:
         """written: with the tick of their use. Answered with a letter for each of them: "k" if it is kept, or "x"."""
         flat: list[bytes] = [b"commit", holder, self._ttl, b"%d" % len(written)]
         for block, tick in written:
-            flat += (_hex(block), b"%d" % tick)
-        return self._call([*flat, *map(_hex, lost)], lambda reply: _letters(reply, len(written), "kx"))
+            flat += (_name(block), b"%d" % tick)
+        return self._call([*flat, *map(_name, lost)], lambda reply: _letters(reply, len(written), "kx"))
 
     def touch(self, ids: Iterable[BlockId]) -> ScriptCall[int]:
         """They were used, head first; what is not there is struck off."""
-        return self._call([b"touch", self._ttl, *map(_hex, ids)], _number)
+        return self._call([b"touch", self._ttl, *map(_name, ids)], _number)
 
     def delete(self, ids: Iterable[BlockId]) -> ScriptCall[int]:
         """Answered with how many there were."""
-        return self._call([b"delete", *map(_hex, ids)], _number)
+        return self._call([b"delete", *map(_name, ids)], _number)
 
     def forget(self, namespace: str, gone: list[int]) -> ScriptCall[bool]:
         """All of a namespace, so many at a time; what each time brought is appended to `gone`."""
@@ -191,5 +192,6 @@ def _nonsense() -> ProtocolError:
     return ProtocolError("the ledger's script is not answered like that")
 
 
-def _hex(block: BlockId) -> bytes:
-    return block.hex().encode()
+def _name(block: BlockId) -> bytes:
+    """Behind the scope: where its value is, and what it is called in the ledger."""
+    return VALUES + block.hex().encode()

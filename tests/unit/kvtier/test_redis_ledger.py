@@ -71,7 +71,7 @@ def test_a_put_is_reserved_written_and_committed(server: Server, tier: RedisTier
     names = keys(3)
     assert put(tier, names, blocks(3)) == (Outcome.OK,) * 3
     (reserve,), (commit,) = server.calls(b"reserve"), server.calls(b"commit")
-    assert reserve[9::3] == commit[9::2] == [name.id.hex().encode() for name in names]
+    assert reserve[9::3] == commit[9::2] == [b"kv1:" + name.id.hex().encode() for name in names]
     assert set(reserve[10::3]) == {b"%d" % (BLOCK_BYTES + HEADER_BYTES)}
     assert commit[10::2] == [b"10", b"9", b"8"]
     assert {tuple(command[3:]) for command in server.calls(b"SET")} == {(b"PX", b"11000")}
@@ -105,7 +105,7 @@ def test_a_server_that_hangs_up_is_never_ok(server: Server, tier: RedisTier, ope
 def test_what_could_not_be_written_is_given_back(server: Server, tier: RedisTier) -> None:
     """In the same call that commits the others."""
     names = keys(3)
-    full = names[1].id.hex().encode()
+    full = b"kv1:" + names[1].id.hex().encode()
     server.answers[b"SET"] = lambda a: b"-OOM command not allowed\r\n" if a[1].endswith(full) else b"+OK\r\n"
     assert put(tier, names, blocks(3)) == (Outcome.OK, Outcome.REFUSED, Outcome.OK)
     (commit,) = server.calls(b"commit")
