@@ -112,10 +112,10 @@ class Replay:
 
     def _save_below(self, namespace: str, needed: int) -> None:
         """Host memory has what is about to be evicted, as the engine's spilling ahead of need sees to."""
+        near = self.kv.victims_near_limit(namespace, needed)
         short = needed - self.kv.usage().free
-        if not self.host.num_slots or short <= 0:
-            return
-        keys = [BlockKey(identity, self.kv.owner_of(block) or "") for block, identity in self.kv.next_victims(short)]
+        victims = [*([] if near is None else near[1]), *self.kv.next_victims(short)]
+        keys = [BlockKey(identity, self.kv.owner_of(block) or "") for block, identity in victims]
         given = self.host.reserve(keys[::-1])
         self.host.commit([reservation for reservation in given if reservation is not None])
 
