@@ -46,6 +46,7 @@ def test_every_code_finds_its_class(kind: type[LaminaError]) -> None:
 def test_context_survives(error: LaminaError) -> None:
     """Typed attributes come back with type and value."""
     assert vars(round_trip(error)) == vars(error)
+    assert vars(error_of(failure_of(error))) == vars(error)
 
 
 def test_a_foreign_exception_reveals_nothing() -> None:

@@ -28,7 +28,10 @@ RAISED: dict[int, list[e.LaminaError]] = {
     ],
     413: [e.TooLarge(limit_bytes=5)],
     422: [e.InvalidAdapter(["rank is 0", "NaN in weights"])],
-    429: [e.LimitExceeded("slow down", limit=3, need=1, have=0, retry_after_s=0.25)],
+    429: [
+        e.LimitExceeded("slow down", limit=3, need=1, have=0, retry_after_s=0.25),
+        e.WaitExceeded("too long", limit=3, need=1, have=0, decision="kv-1", retry_after_s=2.0),
+    ],
     500: [
         e.LaminaError(),
         e.EngineInternal(),

@@ -25,10 +25,10 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_defaults_are_those_of_the_configs(tmp_path: Path) -> None:
-    """Without any variable the configs are what their own defaults say."""
+    """Without any variable the configs are what their own defaults say; the gateway knows how long its engine waits."""
     settings = load_settings(home=tmp_path)
     assert settings.engine(MODEL) == EngineConfig(model=MODEL, adapters=tmp_path / "adapters")
-    assert settings.gateway() == GatewayConfig()
+    assert settings.gateway() == GatewayConfig(max_queue_s=settings.engine(MODEL).max_queue_s)
     assert settings.tenancy() == TenancyConfig(database_url=f"sqlite+aiosqlite:///{tmp_path}/lamina.db", home=tmp_path)
 
 
