@@ -4,8 +4,8 @@
     python benchmarks/kv_store_quotas.py --server /usr/bin/redis-server
 
 Every put is of new blocks, into a store that is full: under quotas each of them evicts another one, and the ledger is
-asked twice for a whole put. Goal: put keeps at least 80 % of its speed. The best round counts. A get is the same request
-either way, but it follows a put whose victims the server still frees, on the same cores.
+asked twice for a whole put. Goal: put keeps at least 80 % of its speed. The best round counts. A get is the same
+request either way, but it follows a put whose victims the server still frees, on the same cores.
 """
 
 from __future__ import annotations
