@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fixtures.engines import publish_adapter, tiny_core, write_adapter
+from lamina.types import PinOrder, QuotaPolicy, TierQuota
 from lamina.wiring.backends import TorchBackend
 from lamina_kvtier.fault_tier import Faults
 from lamina_kvtier.memory_tier import MemoryStore
@@ -65,4 +66,30 @@ def test_a_crowd_says_what_each_says_alone(
     assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
     assert stats.blocks_active == 0
     assert min(below.poison.blocks, below.poison.slots, stats.preemptions, stats.promoted_blocks) > 0
+    core.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_crowd_with_quotas_and_pins_says_the_same(
+    folder: Path, adapters: list[str | None], replay: Replay, backend: str
+) -> None:
+    """Reservations, weights, a limit and pins on the device: other blocks move, or none; the same tokens."""
+    below = PoisonedBelow(host=12, store=MemoryStore(limit=24 * _STORED), seed=3, faults=FAULTS)
+    core = tiny_core(folder, backend=BACKENDS[backend], tiers=below, **SMALL | {"num_blocks": 22})
+    core.commons.set_quotas(
+        [
+            QuotaPolicy(namespace="a", gpu=TierQuota(reserved=4, pin_limit=3), weight=2.0),
+            QuotaPolicy(namespace="b", gpu=TierQuota(reserved=3, limit=14, pin_limit=2)),
+        ]
+    )
+    crowd = Crowd(3, adapters)
+    for tenant, prefix in zip("ab", crowd.prefixes, strict=False):
+        order = PinOrder(namespace=tenant, token_ids=tuple(prefix), ttl_s=1e6, hard_max_s=1e6)
+        assert core.commons.pin(order).status in ("granted", "clipped")
+    crowd.run(core, below.tick)
+    assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
+    report = core.commons.report()
+    assert all(pin.resident_blocks == pin.blocks for pin in report.pins)
+    assert sum(pin.hits for pin in report.pins) > 0
+    assert core.stats().blocks_active == 0
     core.close()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fixtures.engines import Outputs, collect, request
 from lamina.engine.core import EngineCore
+from lamina.errors import ExceedsQuota
 from lamina.types import FinishReason, GenerationRequest
 
 __all__ = ["Crowd"]
@@ -24,30 +25,32 @@ class Crowd:
         self.cancelled: set[str] = set()
         self.tokens: Outputs = {}
         self.endings: dict[tuple[str, int], FinishReason] = {}
+        self.refused = 0  # requests that could never fit
+        self._submitted = 0
         self._adapters = adapters
-        self._prefixes = [self.dice.choices(range(3, 211), k=16 * blocks) for blocks in (2, 3, 5)]
+        self.prefixes = [self.dice.choices(range(3, 211), k=16 * blocks) for blocks in (2, 3, 5)]
 
     def run(self, core: EngineCore, tick: Callable[[], None], *, max_steps: int = 20_000) -> None:
         """Steps until everybody has ended; `tick` is called after each step."""
         for _ in range(max_steps):
-            if len(self.requests) < self.count and self.dice.random() < 0.7:
+            if self._submitted < self.count and self.dice.random() < 0.7:
                 self._submit(core)
             if self.requests and self.dice.random() < 0.03:
                 self._cancel(core)
             collect(core.step(), self.tokens, self.endings)
             core.check_integrity()
             tick()
-            if len(self.requests) == self.count and not core.has_work():
+            if self._submitted == self.count and not core.has_work():
                 return
         raise AssertionError("the engine made no progress")
 
     def _submit(self, core: EngineCore) -> None:
         dice = self.dice
-        prefix = dice.choice(self._prefixes)
+        prefix = dice.choice(self.prefixes)
         tail = [dice.randrange(3, 7) for _ in range(dice.choice((0, 1, 16)))]
         drawn = {"temperature": 1.0, "seed": dice.randrange(3)} if dice.random() < 0.5 else {}
         item = request(
-            f"r{len(self.requests)}",
+            f"r{self._submitted}",
             [*prefix, *tail],
             adapter=dice.choice(self._adapters[: dice.randint(1, len(self._adapters))]),
             tenant=dice.choices([*TENANTS], [*TENANTS.values()])[0],
@@ -55,8 +58,13 @@ class Crowd:
             max_tokens=dice.choice((1, 5, 12, 48)),
             **drawn,
         )
-        core.submit(item)
-        self.requests[item.request_id] = item
+        self._submitted += 1
+        try:
+            core.submit(item)
+        except ExceedsQuota:
+            self.refused += 1
+        else:
+            self.requests[item.request_id] = item
 
     def _cancel(self, core: EngineCore) -> None:
         name = self.dice.choice(sorted(self.requests))
