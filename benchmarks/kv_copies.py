@@ -126,8 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of one transfer")
-    add_quick(parser, rounds=7)
+    parser.add_argument("--mib", type=int, default=128, help="bytes of one transfer")
+    add_quick(parser, rounds=7, mib=64)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
