@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures.engines import drive, request, tiny_core
 
+from fixtures.engines import drive, request, tiny_core
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.valkey import EmbeddedValkey
 from lamina_kvtier.payload_codecs import EXACT_CODECS

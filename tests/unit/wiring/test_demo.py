@@ -14,6 +14,7 @@ from lamina.tenancy.adapters import AdapterService
 from lamina.tenancy.database import Database
 from lamina.tenancy.keys import KeyService
 from lamina.tenancy.memory import MemoryIntake
+from lamina.tenancy.operator import OperatorDoor
 from lamina.tenancy.pins import PinService
 from lamina.tenancy.quotas import QuotaService
 from lamina.tenancy.tenants import TenantService
@@ -35,6 +36,7 @@ def services_over(database: Database, secret: bytes = b"s" * 32) -> Services:
         adapters=AdapterService(database=database, intake=MemoryIntake(), base_model="base"),
         quotas=QuotaService(database=database, secret=secret),
         pins=PinService(database=database, secret=secret),
+        operator=OperatorDoor(secret),
     )
 
 
