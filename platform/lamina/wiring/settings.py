@@ -120,7 +120,7 @@ class Settings(BaseSettings):
     max_batch_tokens: int = _engine("max_batch_tokens", "Tokens in one step: decode first, then prefill.", ge=1)
     max_prefill_tokens: int | None = _engine(
         "max_prefill_tokens",
-        "Tokens of prompts in one step: the longest pause between two tokens of running requests; unset: what fits.",
+        "Tokens of prompts in one step, which decoding and new requests wait for; unset: 256 on a CPU, else what fits.",
         ge=1,
     )
     max_running: int = _engine("max_running", "Choices that generate at the same time.", ge=1)
