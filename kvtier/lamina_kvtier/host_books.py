@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from lamina_kvtier.blocks import PinCounts, ReferenceCounts
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.prefix_index import PrefixIndex
-from lamina_kvtier.tier import BlockKey
+from lamina_kvtier.tier import NO_ADAPTER, BlockKey
 from lamina_kvtier.victims import ReclaimPolicy, Victims
 
 __all__ = ["HostBooks", "Reservation"]
@@ -36,6 +37,7 @@ class HostBooks:
         self.pins = PinCounts()  # leases by who pays and identity, also of blocks that are not here
         self.victims = Victims(num_slots)  # known, not held, not pinned
         self.charged: dict[str, int] = {}  # slots by namespace, but for free ones
+        self.made: Counter[bytes] = Counter()  # those by the adapter that computed them, without the base model's
 
     def key_at(self, slot: int) -> BlockKey:
         key = self.keys[slot]
@@ -51,18 +53,25 @@ class HostBooks:
         self.keys[slot] = key
         self.arriving[key.id] = slot
         self.charged[key.namespace] = self.charged.get(key.namespace, 0) + 1
+        if key.adapter != NO_ADAPTER:
+            self.made[key.adapter] += 1
         self.policy.took(slot, key.namespace)
         reservation = self.writing[slot] = Reservation(slot, key)
         return reservation
 
     def vacate(self, slot: int) -> None:
         """`slot` is free from now on; it must be neither known nor held nor written."""
-        namespace = self.key_at(slot).namespace
+        key = self.key_at(slot)
+        namespace = key.namespace
         self.keys[slot] = None
         self.free.append(slot)
         self.charged[namespace] -= 1
         if self.charged[namespace] == 0:
             del self.charged[namespace]
+        if key.adapter != NO_ADAPTER:
+            self.made[key.adapter] -= 1
+            if self.made[key.adapter] == 0:
+                del self.made[key.adapter]
         self.policy.freed(slot)
 
     def queue_last(self, slot: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from lamina_kvtier.host_books import HostBooks
+from lamina_kvtier.tier import NO_ADAPTER
 
 __all__ = ["find_violations"]
 
@@ -69,7 +70,9 @@ def _writes(books: HostBooks) -> list[str]:
 def _charges(books: HostBooks) -> list[str]:
     """Charges by namespace sum to the slots that are not free."""
     charged = Counter(key.namespace for key in books.keys if key is not None)
-    return [
+    made = Counter(key.adapter for key in books.keys if key is not None and key.adapter != NO_ADAPTER)
+    found = [] if made == books.made else ["adapters are counted for other slots than they computed"]
+    return found + [
         f"{namespace!r} is charged {books.charged.get(namespace, 0)} slots, but has {charged[namespace]}"
         for namespace in charged.keys() | books.charged.keys()
         if books.charged.get(namespace, 0) != charged[namespace]

@@ -64,7 +64,7 @@ class HostPins:
             if block is None or not self._is_mine(block, identity):
                 del self._due[identity]  # forgotten; if it is computed again it comes back
             elif not self._host.knows(identity):
-                found.append((block, BlockKey(identity, self._guarded[identity])))
+                found.append((block, BlockKey(identity, self._guarded[identity], self._kv.adapter_of(block))))
         return found
 
     def resident(self, ids: Iterable[BlockId]) -> int:

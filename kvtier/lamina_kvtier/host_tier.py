@@ -17,7 +17,7 @@ tier below) is not reused, a pinned one (whoever pays for it has a lease on its 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from lamina_kvtier.ghosts import Ghost, Ghosts, segments_for
 from lamina_kvtier.host_books import HostBooks, Reservation
 from lamina_kvtier.host_integrity import find_violations
 from lamina_kvtier.identity import BlockId
+from lamina_kvtier.namespace_counts import NamespaceCounts
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import BlockKey
 from lamina_kvtier.victims import LeastRecent, ReclaimPolicy
@@ -65,8 +66,8 @@ class HostTier:
     that a prefix shrinks from its end and never loses its head before its tail. To keep that true a caller who stores
     what follows a known prefix holds that from before it reserves until after it commits, or stores tail first.
 
-    Every method is O(1) per block it names or returns (for a policy that is), except `clear`, `usage` and
-    `check_integrity`. Misuse raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
+    Every method is O(1) per block it names or returns (for a policy that is), except `clear`, `forget_where`, `usage`
+    and `check_integrity`. Misuse raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class HostTier:
         if num_slots < 0 or block_bytes < 1:
             raise BlockMisuse(f"No host tier has {num_slots} slots of {block_bytes} bytes.")
         self.num_slots, self.block_bytes = num_slots, block_bytes
-        self.evictions: Counter[tuple[str, Reason]] = Counter()  # blocks lost, by namespace; these only grow
-        self.refusals: Counter[tuple[str, Reason]] = Counter()  # blocks not stored for want of room
+        self.evictions: NamespaceCounts[Reason] = NamespaceCounts(self._knows)  # blocks lost, by namespace
+        self.refusals: NamespaceCounts[Reason] = NamespaceCounts(self._knows)  # blocks not stored for want of room
         self._policy = LeastRecent() if policy is None else policy
         self._ghosts = Ghosts(segments_for(num_slots)) if ghosts is None else ghosts
         self._books = HostBooks(num_slots, self._policy)
@@ -245,6 +246,10 @@ class HostTier:
             forgotten += slot is not None
         return forgotten
 
+    def forget_where(self, wanted: Callable[[BlockKey], bool], reason: Reason) -> int:
+        """Forgets what these keys stand for, as `forget` does. O(slots)."""
+        return self.forget([key.id for key in self._books.keys if key is not None and wanted(key)], reason)
+
     def clear(self, reason: Reason) -> int:
         """Forgets everything, as `forget` does. O(slots)."""
         books = self._books
@@ -276,6 +281,10 @@ class HostTier:
     def slots_of(self, namespace: str) -> int:
         """What a namespace pays for here, slots being written included."""
         return self._books.charged.get(namespace, 0)
+
+    def slots_by_adapter(self) -> Mapping[bytes, int]:
+        """What each adapter computed of what lies here, slots being written included; without the base model."""
+        return self._books.made
 
     def evictable_slots_of(self, namespace: str) -> int:
         """How many of those it could lose: neither held nor pinned nor being written."""
@@ -315,6 +324,9 @@ class HostTier:
 
     # Inside
 
+    def _knows(self, namespace: str) -> bool:
+        return namespace in self._books.charged or self._policy.promises(namespace)
+
     def _paid_by(self, namespace: str, identity: BlockId) -> int | None:
         """The slot that is known by `identity`, if `namespace` pays for it."""
         slot = self._books.index.block_of(identity)
@@ -349,13 +361,13 @@ class HostTier:
         return victim is not None
 
     def _refuse(self, key: BlockKey, reason: Reason) -> None:
-        self.refusals[key.namespace, reason] += 1
+        self.refusals.add(key.namespace, reason)
         self._ghosts.add(key.id, reason)
 
     def _lose(self, slot: int, reason: Reason) -> None:
         """A known block becomes unknown; its slot is free unless somebody holds it."""
         key = self._books.key_at(slot)
-        self.evictions[key.namespace, reason] += 1
+        self.evictions.add(key.namespace, reason)
         self._ghosts.add(key.id, reason)
         self._books.index.drop(slot)
         self._books.wake(slot)

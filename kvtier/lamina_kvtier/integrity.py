@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lamina_kvtier.blocks import ReferenceCounts
 from lamina_kvtier.free_list import FreeList
+from lamina_kvtier.makers import Makers
 from lamina_kvtier.prefix_index import PrefixIndex
 from lamina_kvtier.reclaim import ReclaimOrder
 
@@ -20,6 +21,7 @@ class Books:
 
     references: ReferenceCounts
     index: PrefixIndex
+    makers: Makers
     unheld: FreeList
     cached: int
     leased: int
@@ -30,7 +32,7 @@ class Books:
 def find_violations(books: Books, tables: Iterable[Sequence[int]] | None) -> list[str]:
     """Every broken rule, one sentence each; empty if all is well."""
     broken = books.unheld.broken_links()
-    found = [*broken, *books.index.contradictions(), *_states(books)]
+    found = [*broken, *books.index.contradictions(), *books.makers.contradictions(books.index), *_states(books)]
     if not broken:  # walking a broken ring might never end
         found += _order(books)
         found += _owners(books)

@@ -110,6 +110,10 @@ class Ledger:
         """Namespaces with committed or pending units."""
         return self._accounts
 
+    def knows(self, namespace: str) -> bool:
+        """Whether it has units, or a quota of its own."""
+        return namespace in self._accounts or self.book.has(namespace)
+
     def account(self, namespace: str) -> Account:
         """An account without units, if there is none. It is not kept; ask again after a change."""
         return self._accounts.get(namespace) or Account(namespace, self.book.of(namespace))

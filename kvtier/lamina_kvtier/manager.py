@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from lamina_kvtier.blocks import BlockUsage, CopyOnWrite, PinCounts, PrefixMatch, ReferenceCounts
 from lamina_kvtier.errors import BlockMisuse, IntegrityError, OutOfBlocks
@@ -13,10 +13,12 @@ from lamina_kvtier.ghosts import Ghost, Ghosts
 from lamina_kvtier.identity import ID_BYTES, BlockId
 from lamina_kvtier.integrity import Books, find_violations
 from lamina_kvtier.ledger import Charge, Ledger
+from lamina_kvtier.makers import Makers
 from lamina_kvtier.prefix_index import PrefixIndex
 from lamina_kvtier.quota import QuotaBook
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.reclaim import ReclaimOrder
+from lamina_kvtier.tier import NO_ADAPTER
 
 __all__ = ["UNOWNED", "KvManager"]
 
@@ -35,8 +37,8 @@ class KvManager:
     that allocated it, whoever else holds it. Then blocks are evicted in the order of `reclaim.py`; without, and until
     policy is loaded, the least recently used one goes.
 
-    Every method is O(1) per block it names or returns, except `drop_cached` and `check_integrity`. Misuse
-    raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
+    Every method is O(1) per block it names or returns, except `drop_cached`, `forget_where` and `check_integrity`.
+    Misuse raises BlockMisuse and changes nothing. Not thread-safe: one scheduler owns it.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class KvManager:
         self.evicted_blocks = 0  # cached blocks lost to `allocate` and `make_writable`; only grows
         self._references = ReferenceCounts(num_blocks)
         self._index = PrefixIndex(num_blocks)
+        self._makers = Makers(num_blocks)
         self._unheld = FreeList(num_blocks)  # free blocks first, then cached ones, least recently used first
         self._cached = 0
         self._leased = 0  # of the cached ones: pinned, so not in the free list
@@ -105,8 +108,19 @@ class KvManager:
         """Who is charged for a block; None if it is free, or if there are no quotas."""
         return None if self._owned is None else self._owned.owner_of(block)
 
+    def adapter_of(self, block: int) -> bytes:
+        """Digest of the adapter that computed a published block; `NO_ADAPTER`: the base model, or it has no name."""
+        return self._makers[block]
+
+    def blocks_by_adapter(self) -> Mapping[bytes, int]:
+        """How many published blocks each adapter computed, without the base model."""
+        return self._makers.counts
+
     def evictions(self) -> dict[tuple[str, str], int]:
-        """Evicted blocks by owner and reason: `limit`, `over_share`, `own`, or `lru` before policy is loaded."""
+        """Evicted blocks by owner and reason: `limit`, `over_share`, `own`, or `lru` before policy is loaded.
+
+        Owners that are long gone are one, without a name: see `NamespaceCounts`.
+        """
         return {} if self._owned is None else dict(self._owned.evictions)
 
     def next_victims(self, count: int) -> list[tuple[int, BlockId]]:
@@ -229,9 +243,10 @@ class KvManager:
         self._drop(block)
         return CopyOnWrite(source=block, target=target)
 
-    def publish(self, block: int, identity: BlockId) -> int:
+    def publish(self, block: int, identity: BlockId, *, adapter: bytes = NO_ADAPTER) -> int:
         """Makes a full active block known by its identity; returns the block that is known by it from now on.
 
+        `adapter`: digest of the one that computed it. The identity covers it; the tiers below want to know it.
         That is another block if the identity was known already; then `block` stays nameless (it will not be
         cached), and the caller may swap it for the other: `acquire([identity])`, then `release([block])`.
         Publishing the same identity again changes nothing; another identity raises BlockMisuse.
@@ -239,6 +254,8 @@ class KvManager:
         self._references.require_active((block,), "publish")
         if not isinstance(identity, bytes) or len(identity) != ID_BYTES:
             raise BlockMisuse(f"An identity is {ID_BYTES} bytes, not {identity!r}.", block=block)
+        if len(adapter) != len(NO_ADAPTER):
+            raise BlockMisuse(f"An adapter's digest is {len(NO_ADAPTER)} bytes, not {adapter!r}.", block=block)
         if not self.prefix_caching:
             return block
         known = self._index.identity_of(block)
@@ -246,8 +263,10 @@ class KvManager:
             if self._ghosts is not None:
                 self._ghosts.discard(identity)
             found = self._index.insert(block, identity)
-            if found == block and self.is_pinned(block):
-                self._kept_appears(identity)
+            if found == block:
+                self._makers.note(block, adapter)
+                if self.is_pinned(block):
+                    self._kept_appears(identity)
             return found
         if known != identity:
             raise BlockMisuse(f"Cannot publish block {block}: it is published by another identity.", block=block)
@@ -278,15 +297,31 @@ class KvManager:
             if self._references[block] == 0:
                 self._to_free(block)
             else:
-                self._index.drop(block)
+                self._unname(block)
             forgotten += 1
         return forgotten
+
+    def forget_where(
+        self, *, owner: str | None = None, adapter: bytes | None = None, reason: Reason = Reason.DELETED
+    ) -> int:
+        """`forget` for all blocks that `owner` pays for, or that `adapter` computed, or both if both are given.
+
+        O(blocks). Without quotas nobody is known to pay for anything. Raises BlockMisuse if neither is given.
+        """
+        if owner is None and adapter is None:
+            raise BlockMisuse("Forgetting needs an owner or an adapter.")
+        wanted = (
+            self._index.identity_of(block)
+            for block in range(self.num_blocks)
+            if owner in (None, self.owner_of(block)) and adapter in (None, self._makers[block])
+        )
+        return self.forget([identity for identity in wanted if identity is not None], reason)
 
     def drop_cached(self) -> int:
         """Frees all cached blocks that are not pinned; returns how many. Not counted as evictions. O(free + cached)."""
         dropped = self._cached - self._leased
         for block in self._unheld:
-            if self._index.drop(block) and self._owned is not None:
+            if self._unname(block) and self._owned is not None:
                 self._owned.free(block, idle=True)
         self._cached = self._leased
         return dropped
@@ -358,6 +393,7 @@ class KvManager:
         books = Books(
             references=self._references,
             index=self._index,
+            makers=self._makers,
             unheld=self._unheld,
             cached=self._cached,
             leased=self._leased,
@@ -398,7 +434,7 @@ class KvManager:
             self._owned.take(block, owner, charge)
         elif self._index.identity_of(block) is not None:
             self._remember(block, Reason.PRESSURE)
-            self._index.drop(block)
+            self._unname(block)
             self._cached -= 1
             self.evicted_blocks += 1
         self._references.hold(block)
@@ -418,7 +454,7 @@ class KvManager:
             self._evict(owned, *victim)
 
     def _evict(self, owned: ReclaimOrder, block: int, reason: str) -> None:
-        owned.evictions[owned.owner_of(block) or UNOWNED, reason] += 1
+        owned.evictions.add(owned.owner_of(block) or UNOWNED, reason)
         self.evicted_blocks += 1
         self._remember(block, Reason.OWN_QUOTA if reason == "limit" else Reason.PRESSURE)
         self._to_free(block)
@@ -428,10 +464,15 @@ class KvManager:
         if self._ghosts is not None and identity is not None:
             self._ghosts.add(identity, reason)
 
+    def _unname(self, block: int) -> bool:
+        """A block loses its identity; False if it had none."""
+        self._makers.forget(block)
+        return self._index.drop(block)
+
     def _to_free(self, block: int) -> None:
         """A cached block loses its identity and is the next to be taken."""
         pinned = self.is_pinned(block)
-        self._index.drop(block)
+        self._unname(block)
         self._cached -= 1
         if pinned:
             self._leased -= 1

@@ -92,6 +92,10 @@ class QuotaBook:
     def of(self, namespace: str) -> Quota:
         return self._quotas.get(namespace, self.default)
 
+    def has(self, namespace: str) -> bool:
+        """Whether a quota was set for it."""
+        return namespace in self._quotas
+
     def policies(self) -> dict[str, Quota]:
         """A copy of all quotas that were set."""
         return dict(self._quotas)

@@ -31,6 +31,10 @@ class QuotaPolicy:
         found = self._order.victim(requester)
         return None if found is None else self._order.owner_of(found[0])
 
+    def promises(self, namespace: str) -> bool:
+        """See ReclaimPolicy."""
+        return self._order.ledger.book.has(namespace)
+
     def took(self, slot: int, namespace: str) -> None:
         """See ReclaimPolicy."""
         self._order.take(slot, namespace, None)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from lamina_kvtier.ledger import Account, Charge, Ledger
+from lamina_kvtier.namespace_counts import NamespaceCounts
 
 __all__ = ["BlockQueue", "ReclaimOrder", "next_to_reclaim"]
 
@@ -91,7 +92,7 @@ class ReclaimOrder:
 
     def __init__(self, num_blocks: int, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.evictions: Counter[tuple[str, str]] = Counter()  # by owner and reason; only grows
+        self.evictions: NamespaceCounts[str] = NamespaceCounts(ledger.knows)  # by owner and reason
         self._owners: list[str | None] = [None] * num_blocks
         self._queues: dict[str, BlockQueue] = {}
         self._links = array("i", [_NONE]) * num_blocks, array("i", [_NONE]) * num_blocks

@@ -19,11 +19,16 @@ from lamina_kvtier.quota import Quota
 if TYPE_CHECKING:
     from lamina_kvtier.reasons import Reason  # reasons are explained by outcomes, which are here
 
-__all__ = ["NO_ADAPTER", "BlockKey", "Operation", "Outcome", "StoreTier", "Tally", "TierUsage"]
+__all__ = ["NO_ADAPTER", "BlockKey", "Operation", "Outcome", "StoreTier", "Tally", "TierUsage", "adapter_bytes"]
 
 T_co = TypeVar("T_co", covariant=True)
 
 NO_ADAPTER = bytes(32)  # in a stored block's header: computed by the base model
+
+
+def adapter_bytes(digest: str | None) -> bytes:
+    """An adapter's digest in hex, or None for the base model, as `BlockKey` has it. Raises ValueError."""
+    return NO_ADAPTER if digest is None else bytes.fromhex(digest)
 
 
 @dataclass(frozen=True, slots=True)

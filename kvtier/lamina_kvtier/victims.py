@@ -41,6 +41,10 @@ class ReclaimPolicy(Protocol):
         """Whose oldest victim goes when no slot is free; None: nobody's, nothing is stored."""
         ...
 
+    def promises(self, namespace: str) -> bool:
+        """Whether it has a quota: then what it lost is remembered even while it has nothing here."""
+        ...
+
     def took(self, slot: int, namespace: str) -> None:
         """A free slot is the namespace's from now on, and in use."""
         ...
@@ -66,6 +70,9 @@ class LeastRecent:
 
     def victim(self, requester: str, used: Mapping[str, int], victims: VictimsView) -> str | None:
         return victims.oldest_namespace()
+
+    def promises(self, namespace: str) -> bool:
+        return False
 
     def took(self, slot: int, namespace: str) -> None:
         """Keeps no accounts."""

@@ -167,6 +167,7 @@ class AdapterRunning:
     running: int
     waiting: int
     loaded: bool
+    blocks: int = 0  # that it computed, in the pool and in host memory; one that is in both counts twice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

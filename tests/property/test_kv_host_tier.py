@@ -64,6 +64,9 @@ class Limits:
         assert slot not in self.idle
         del self.slots[slot]
 
+    def promises(self, namespace: str) -> bool:
+        return True
+
     def may_grow(self, namespace: str, used: Mapping[str, int]) -> bool:
         return used.get(namespace, 0) < self.limits[namespace]
 

@@ -137,6 +137,9 @@ class FakeCore:
     def unload_adapter(self, digest: str) -> None:
         self.unloaded.append(digest)
 
+    def erase_namespace(self, namespace: str) -> None:
+        self.commons.erase(namespace)
+
     def has_work(self) -> bool:
         return bool(self.choices or self.outbox)
 

@@ -32,6 +32,7 @@ from lamina.engine.wire import (
     Cancel,
     CommonsReply,
     Done,
+    EraseNamespace,
     Events,
     ExplainPrefix,
     FromCore,
@@ -182,6 +183,9 @@ class ZmqEngineClient:
 
     async def restore_pins(self, records: Sequence[PinRecord]) -> tuple[PinState, ...]:
         return cast("tuple[PinState, ...]", await self._call(lambda call: RestorePins(call, tuple(records))))
+
+    async def erase_namespace(self, namespace: str) -> None:
+        await self._call(lambda call: EraseNamespace(call, namespace))
 
     async def prefixes(self) -> PrefixReport:
         return cast("PrefixReport", await self._call(AskPrefixes))

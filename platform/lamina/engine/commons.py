@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from lamina.engine.erasure import Erasure
 from lamina.engine.tier_quotas import PoolOnly, TierQuotas, TiersBelow
 from lamina.errors import InvalidRequest, NotFound
 from lamina.types import (
@@ -54,6 +55,7 @@ class Commons:
         self._root_of = root_of
         self._below: TiersBelow = PoolOnly() if below is None else below
         self._host = self._below.commons_of_host
+        self.erasure = Erasure(kv, self._below)
         self._hits: Counter[str] = Counter()
         tiers = {} if kv.ledger is None else {Floor.GPU: PinTier(kv.ledger.book, kv)}
         if tiers and self._host is not None:
@@ -181,6 +183,15 @@ class Commons:
             for identity in wanted.intersection(pin.ids):
                 found[identity] = (*found.get(identity, ()), pin.pin_id)
         return found
+
+    # --- deletions ----------------------------------------------------------------------------------------
+
+    def erase(self, namespace: str) -> None:
+        """A tenant is gone: its pins end, its blocks leave every tier. Its quota goes with the next `set_quotas`."""
+        for pin in self._pins.listing(namespace):
+            self._pins.unpin(namespace, pin.pin_id)
+        self._hits.pop(namespace, None)
+        self.erasure.erase_namespace(namespace)
 
     def expire(self) -> None:
         """Ends what is due. O(1) if nothing is."""

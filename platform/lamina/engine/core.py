@@ -223,15 +223,27 @@ class EngineCore:
                 self._finish(choice, FinishReason.CANCELLED)
 
     def unload_adapter(self, digest: str) -> None:
-        """Drops an adapter's weights once no unfinished request uses it, waiting and preempted ones included."""
+        """For a deleted one: drops its weights once no unfinished request uses it, waiting and preempted ones included,
+        and the blocks that it computed at once and then again."""
         self._retiring.add(digest)
-        self._unload_retired()
+        self.commons.erasure.erase_adapter(digest)
+        self._clear_deleted()
 
-    def _unload_retired(self) -> None:
-        used = {state.request.adapter for state in self._requests.values()} if self._retiring else set()
-        for digest in self._retiring - used:
+    def erase_namespace(self, namespace: str) -> None:
+        """For a deleted tenant: its pins end, its blocks are dropped, and again once its last request has ended."""
+        self.commons.erase(namespace)
+        self._clear_deleted()
+
+    def _clear_deleted(self) -> None:
+        """Goes on with what waited for requests to end."""
+        if not self._retiring and not self.commons.erasure.is_pending:
+            return
+        adapters = {state.request.adapter for state in self._requests.values()}
+        for digest in self._retiring - adapters:
             self._adapters.unload(digest)
-        self._retiring &= used
+        self._retiring.intersection_update(adapters)
+        requests = self._requests.values()
+        self.commons.erasure.go_on({r.request.namespace for r in requests}, {r.adapter for r in requests})
 
     # --- step ---------------------------------------------------------------------------------------------
 
@@ -246,6 +258,7 @@ class EngineCore:
         """
         self._tiers.settle()
         self.commons.expire()
+        self._clear_deleted()
         self._refuse_overdue()
         plan = self.scheduler.plan()
         for choice, failure in plan.failures:
@@ -401,7 +414,7 @@ class EngineCore:
             self._patience.left()
             self._counts["cancelled" if reason is FinishReason.CANCELLED else "finished"] += 1
             self.scheduler.queue.forget_idle({other.request.tenant for other in self.scheduler.running})
-            self._unload_retired()
+            self._clear_deleted()
 
     def _end_unborn(self, choice: Choice, reason: FinishReason, failure: EngineFailure | None) -> None:
         """The client waits for n endings: report those of siblings that will never exist."""
@@ -471,9 +484,16 @@ class EngineCore:
     def _adapter_stats(self) -> tuple[AdapterRunning, ...]:
         running = Counter(choice.request.request.adapter for choice in self.scheduler.running)
         waiting = Counter(choice.request.request.adapter for choice in self.scheduler.queue)
-        loaded = set(self._adapters.loaded())
-        digests = sorted(loaded | {digest for digest in [*running, *waiting] if digest is not None})
-        return tuple(AdapterRunning(d, running[d], waiting[d], d in loaded) for d in digests)
+        loaded, blocks = set(self._adapters.loaded()), self._blocks_by_adapter()
+        digests = sorted(loaded | blocks.keys() | {digest for digest in [*running, *waiting] if digest is not None})
+        return tuple(AdapterRunning(d, running[d], waiting[d], d in loaded, blocks[d]) for d in digests)
+
+    def _blocks_by_adapter(self) -> Counter[str]:
+        found = Counter({adapter.hex(): count for adapter, count in self.scheduler.kv.blocks_by_adapter().items()})
+        below = self._tiers.below
+        if below is not None:
+            found.update({adapter.hex(): count for adapter, count in below.host.slots_by_adapter().items()})
+        return found
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every block, reference and adapter slot is accounted for."""

@@ -164,7 +164,8 @@ class Explainer:
             return Miss("host", fate, room)
         if fate is not None and fate is not Reason.NEVER_STORED:
             return Miss("store", fate, room)
-        if fate is Reason.NEVER_STORED and (lost := self._store.lost(identity)) is not None:
+        deleted = any(ghost.reason is Reason.DELETED for _, ghost in ghosts)  # then the store was told, too
+        if fate is Reason.NEVER_STORED and not deleted and (lost := self._store.lost(identity)) is not None:
             return Miss("store", lost, room)
         for tier, ghost in ghosts:
             return Miss(tier, ghost.reason, room)

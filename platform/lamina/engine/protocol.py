@@ -59,7 +59,12 @@ class EngineClient(Protocol):
         ...
 
     async def unload_adapter(self, digest: str) -> None:
-        """Drops the adapter once no running request uses it (drain, then free)."""
+        """For a deleted one: drops it once no running request uses it, and the blocks that it computed."""
+        ...
+
+    async def erase_namespace(self, namespace: str) -> None:
+        """For a deleted tenant: ends its pins and drops its blocks in every tier; what requests of it still hold, when
+        they end. Its quota stays until `set_quotas` is called without it. Raises EngineUnavailable."""
         ...
 
     async def set_quotas(self, policies: Sequence[QuotaPolicy]) -> None:

@@ -13,6 +13,7 @@ from lamina.engine.prefix_lookup import PrefixLookup
 from lamina.engine.sampling_state import SamplingState
 from lamina.types import CachedTokens, GenerationRequest, SamplingParams
 from lamina_kvtier.identity import BlockId, IdentityChain
+from lamina_kvtier.tier import adapter_bytes
 
 __all__ = ["BlockTable", "Choice", "ChoiceStatus", "RequestState"]
 
@@ -38,6 +39,10 @@ class RequestState:
     queued_s: float | None = None  # from then to its first start; None: it has not started
     is_wait_told: bool = False  # in an event
     lookup: PrefixLookup | None = None  # until its prompt is computed, if blocks of it were missing
+    adapter: bytes = field(init=False)  # digest of the one that computes its blocks, as the tiers name it
+
+    def __post_init__(self) -> None:
+        self.adapter = adapter_bytes(self.request.adapter)
 
     @property
     def params(self) -> SamplingParams:

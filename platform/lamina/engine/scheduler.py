@@ -408,7 +408,7 @@ class Scheduler:
         """Makes full blocks findable, as far as their tokens are known."""
         full = min(choice.computed // self._block_size, len(choice.chain.ids))
         for block in range(choice.published, full):
-            self.kv.publish(choice.table[block], choice.chain.ids[block])
+            self.kv.publish(choice.table[block], choice.chain.ids[block], adapter=choice.request.adapter)
         choice.published = max(choice.published, full)
 
     def fork(self, parent: Choice, child: Choice) -> None:

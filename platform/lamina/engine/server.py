@@ -32,6 +32,7 @@ from lamina.engine.wire import (
     CommonsCall,
     CommonsReply,
     Done,
+    EraseNamespace,
     Events,
     ExplainPrefix,
     FromCore,
@@ -83,6 +84,8 @@ class Core(Protocol):
     def cancel(self, request_id: str, index: int | None = None) -> None: ...
 
     def unload_adapter(self, digest: str) -> None: ...
+
+    def erase_namespace(self, namespace: str) -> None: ...
 
     def has_work(self) -> bool: ...
 
@@ -223,6 +226,9 @@ class EngineServer:
                 return Done(call)
             case RestorePins(call, records):
                 return PinsReply(call, commons.restore(records))
+            case EraseNamespace(call, namespace):
+                self._core.erase_namespace(namespace)
+                return Done(call)
 
     def _submit(self, request: GenerationRequest) -> None:
         try:

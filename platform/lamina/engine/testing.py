@@ -43,6 +43,7 @@ from lamina_kvtier.ghosts import Ghosts, segments_for
 from lamina_kvtier.identity import IdentityChain, Layout, root_id
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.quota import QuotaBook
+from lamina_kvtier.tier import adapter_bytes
 
 __all__ = ["InMemoryEngine", "Script", "echo", "saying"]
 
@@ -177,6 +178,7 @@ class InMemoryEngine:
             if not state.done and self.failure is None:
                 self.cancelled.append((request.request_id, None))
             del self._running[request.request_id]
+            self._clear_deleted()
             self._finished += 1
 
     async def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -190,6 +192,7 @@ class InMemoryEngine:
             raise EngineUnavailable(retry_after_s=2.0)
         active = len(self._running)
         running = [state.request.adapter for state in self._running.values() if state.request.adapter]
+        blocks = {adapter.hex(): count for adapter, count in self._kv.blocks_by_adapter().items()}
         return EngineStats(
             running=active,
             blocks_total=64,
@@ -201,7 +204,8 @@ class InMemoryEngine:
             finished=self._finished,
             cancelled=len(self.cancelled),
             adapters=tuple(
-                AdapterRunning(digest, running.count(digest), 0, loaded=True) for digest in sorted(set(running))
+                AdapterRunning(digest, running.count(digest), 0, digest in running, blocks.get(digest, 0))
+                for digest in sorted({*running, *blocks})
             ),
         )
 
@@ -249,6 +253,16 @@ class InMemoryEngine:
 
     async def unload_adapter(self, digest: str) -> None:
         self.unloaded.append(digest)
+        self._commons.erasure.erase_adapter(digest)
+        self._clear_deleted()
+
+    async def erase_namespace(self, namespace: str) -> None:
+        self._shared().erase(namespace)
+        self._clear_deleted()
+
+    def _clear_deleted(self) -> None:
+        requests = [state.request for state in self._running.values()]
+        self._commons.erasure.go_on({r.namespace for r in requests}, {adapter_bytes(r.adapter) for r in requests})
 
     async def close(self) -> None:
         self.ready = False
@@ -292,7 +306,7 @@ class InMemoryEngine:
             pass
         else:
             for block, identity in zip(table, chain.ids, strict=True):
-                self._kv.publish(block, identity)
+                self._kv.publish(block, identity, adapter=adapter_bytes(request.adapter))
         self._kv.release(table)
 
     def _explain(self, request: GenerationRequest, chain: IdentityChain, table: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from lamina.engine.tier_lift import Lift, LiftPaths
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.policies import LoadChoice
 from lamina_kvtier.reasons import Reason, reason_of
-from lamina_kvtier.tier import NO_ADAPTER, BlockKey, Operation, Tally
+from lamina_kvtier.tier import BlockKey, Operation, Tally
 
 __all__ = ["Allocate", "Fetch", "begin"]
 
@@ -220,8 +220,7 @@ def begin(paths: LiftPaths, choice: Choice) -> Fetch | None:
 
 def _namer(choice: Choice) -> Callable[[BlockId], BlockKey]:
     request = choice.request.request
-    adapter = NO_ADAPTER if request.adapter is None else bytes.fromhex(request.adapter)
-    return lambda identity: BlockKey(identity, request.namespace, adapter)
+    return lambda identity: BlockKey(identity, request.namespace, choice.request.adapter)
 
 
 _DECLINED = {LoadChoice.DEADLINE: Reason.REMOTE_DOWN}

@@ -225,7 +225,7 @@ class Lift:
             self.paths.kv.release(self.targets)
         else:
             for block, key in zip(self.targets, self.keys, strict=False):
-                self.paths.kv.publish(block, key.id)
+                self.paths.kv.publish(block, key.id, adapter=key.adapter)
                 self.here[key.id] = block
                 self.origins[key.id] = "store" if key.id in self.loaded else "host"
             self.paths.counts["promoted"] += len(self.targets)

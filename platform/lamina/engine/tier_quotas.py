@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,7 +12,7 @@ from lamina.errors import InvalidRequest, QuotaNotCoverable
 from lamina.types import QuotaPolicy, TierQuota
 from lamina_kvtier import errors as kv_errors
 from lamina_kvtier.quota import Quota, QuotaBook
-from lamina_kvtier.tier import TierUsage
+from lamina_kvtier.tier import BlockKey, TierUsage
 
 __all__ = ["PoolOnly", "TierQuotas", "TiersBelow"]
 
@@ -35,6 +35,18 @@ class TiersBelow(Protocol):
         """None: there is no store."""
         ...
 
+    def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
+        """Host memory drops what these keys stand for, because somebody deleted that. O(slots)."""
+        ...
+
+    def forget_in_store(self, namespace: str) -> None:
+        """So does the store with all that a namespace pays for, if it knows: without quotas it does not."""
+        ...
+
+    def moves(self, wanted: Callable[[BlockKey], bool]) -> bool:
+        """Whether a transfer of such a block is under way, so that it may appear in another tier yet."""
+        ...
+
 
 class PoolOnly:
     """There is nothing below, so nothing of it can be reserved."""
@@ -50,6 +62,16 @@ class PoolOnly:
     def store_usage(self) -> TierUsage | None:
         """See TiersBelow."""
         return None
+
+    def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
+        """Nothing is below."""
+
+    def forget_in_store(self, namespace: str) -> None:
+        """There is none."""
+
+    def moves(self, wanted: Callable[[BlockKey], bool]) -> bool:
+        """See TiersBelow."""
+        return False
 
 
 def require_nothing(quotas: Mapping[str, Quota]) -> None:

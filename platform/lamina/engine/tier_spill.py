@@ -9,7 +9,7 @@ waits for the copy, on the device if there is one (`before_step`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.engine.tier_shares import Shares
@@ -153,7 +153,11 @@ class Spills:
         return {}, max(1, max(free, unsafe) - self._low_water)
 
     def _key(self, block: int, identity: BlockId) -> BlockKey:
-        return BlockKey(identity, self._kv.owner_of(block) or "")
+        return BlockKey(identity, self._kv.owner_of(block) or "", self._kv.adapter_of(block))
+
+    def keys_under_way(self) -> Iterator[BlockKey]:
+        """Of blocks whose copies have not ended."""
+        return (reservation.key for spill in self._spills for reservation in spill.reservations)
 
     def _end(self, spill: _Spill) -> bool:
         if not spill.transfer.done():
@@ -206,6 +210,10 @@ class Puts:
                     return
                 self._queued[namespace] += self._bytes(put)
                 self._shares.want(put, namespace, self._weight(namespace), self._bytes(put))
+
+    def keys_under_way(self) -> Iterator[BlockKey]:
+        """Of blocks that the store is writing."""
+        return (key for put in self._under_way for key in put.keys)
 
     def settle(self) -> None:
         """Takes in what has ended, and starts what may start."""

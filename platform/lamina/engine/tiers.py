@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from lamina.engine.host_commons import HostCommons
@@ -30,7 +31,7 @@ from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
-from lamina_kvtier.tier import StoreTier, TierUsage
+from lamina_kvtier.tier import BlockKey, StoreTier, TierUsage
 
 __all__ = ["KvTiers", "NoTiers", "TierGate", "TierStats", "Tiers"]
 
@@ -380,6 +381,23 @@ class KvTiers:
     def store_usage(self) -> TierUsage | None:
         """See TiersBelow."""
         return None if self._store is None else self._store.usage()
+
+    # --- deletions ----------------------------------------------------------------------------------------
+
+    def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
+        """See TiersBelow."""
+        self._host.forget_where(wanted, Reason.DELETED)
+
+    def forget_in_store(self, namespace: str) -> None:
+        """See TiersBelow. Nobody waits for it: what is left of it, if the store is away, ages out there."""
+        if self._store is not None:
+            self._store.forget(namespace)
+
+    def moves(self, wanted: Callable[[BlockKey], bool]) -> bool:
+        """See TiersBelow."""
+        fetches = [*self._fetches.values(), *self._orphans]
+        rising = (key for fetch in fetches for key in fetch.keys[:1])  # all keys of one fetch are of one request
+        return any(map(wanted, chain(rising, self._spills.keys_under_way(), self._puts.keys_under_way())))
 
     # --- reports ------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The language of the process border: one tagged msgpack message per ZeroMQ frame.
 
     to the core    Submit, Cancel, UnloadAdapter, AskStats, Shutdown
-                   SetQuotas, AskCommons, Pin, RenewPin, Unpin, RestorePins
+                   SetQuotas, AskCommons, Pin, RenewPin, Unpin, RestorePins, EraseNamespace
                    AskPrefixes, ExplainPrefix, Verify
     from the core  Ready, Events, Refused, StatsReply, Heartbeat
                    Done, CommonsReply, PinReply, PinsReply, InspectorReply, CallFailed
@@ -47,6 +47,7 @@ __all__ = [
     "CommonsCall",
     "CommonsReply",
     "Done",
+    "EraseNamespace",
     "Events",
     "ExplainPrefix",
     "FromCore",
@@ -95,7 +96,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
-    """Drop an adapter once nothing uses it."""
+    """An adapter was deleted: drop it once nothing uses it, and the blocks that it computed."""
 
     digest: str
 
@@ -107,7 +108,7 @@ class AskStats(msgspec.Struct, frozen=True, tag="ask_stats"):
 
 
 class SetQuotas(msgspec.Struct, frozen=True, tag="set_quotas"):
-    """Replace all quotas, or none. Answered by Done or CallFailed, as are the next five by what they name."""
+    """Replace all quotas, or none. Answered by Done or CallFailed, as are the next six by what they name."""
 
     call: int
     policies: tuple[QuotaPolicy, ...]
@@ -148,6 +149,13 @@ class RestorePins(msgspec.Struct, frozen=True, tag="restore_pins"):
 
     call: int
     records: tuple[PinRecord, ...]
+
+
+class EraseNamespace(msgspec.Struct, frozen=True, tag="erase_namespace"):
+    """Done: a deleted tenant's blocks are dropped, or will be when its requests end."""
+
+    call: int
+    namespace: str
 
 
 class AskPrefixes(msgspec.Struct, frozen=True, tag="ask_prefixes"):
@@ -245,7 +253,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
     stalled_s: float = 0.0
 
 
-CommonsCall = SetQuotas | AskCommons | Pin | RenewPin | Unpin | RestorePins
+CommonsCall = SetQuotas | AskCommons | Pin | RenewPin | Unpin | RestorePins | EraseNamespace
 InspectorCall = AskPrefixes | ExplainPrefix | Verify
 ToCore = Submit | Cancel | UnloadAdapter | AskStats | Shutdown | CommonsCall | InspectorCall
 _Reply = StatsReply | Done | CommonsReply | PinReply | PinsReply | InspectorReply | CallFailed

@@ -76,6 +76,10 @@ class Quotas(Protocol):
         """How large the engine's pool is, and the tiers below."""
         ...
 
+    async def deleted(self, namespaces: frozenset[str]) -> frozenset[str]:
+        """Those of these that no tenant has, or not any more."""
+        ...
+
     async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
         """Tenants' ids by namespace; unknown ones are left out."""
         ...

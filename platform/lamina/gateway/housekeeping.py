@@ -37,12 +37,13 @@ async def sweep(deps: GatewayDeps) -> None:
 async def unload_unowned(deps: GatewayDeps) -> None:
     """Unloads adapters that were deleted without this gateway: by the command line, or by another gateway.
 
-    Loaded ones are asked for first: one that is taken in meanwhile has its row before a request can load it.
+    Those that the engine knows, loaded or by blocks that they computed, are asked for first: one that is taken in
+    meanwhile has its row before a request can load it.
     """
     if not deps.engine.ready:
         return
     stats = await deps.engine.stats()
-    loaded = [adapter.digest for adapter in stats.adapters if adapter.loaded]
-    for digest in await deps.adapters.unowned(loaded):
+    known = [adapter.digest for adapter in stats.adapters if adapter.loaded or adapter.blocks]
+    for digest in await deps.adapters.unowned(known):
         log.info("unloading an adapter that was deleted", digest=digest)
         await deps.engine.unload_adapter(digest)

@@ -3,10 +3,12 @@
 The database is what is wanted; an engine forgets everything when it restarts, and the command line tells no server what
 it changed. So this looks every few seconds, and at once when an engine has started:
 
-    policies differ from what was set     set them all; an engine that cannot cover them keeps the ones it has
+    policies differ from what was set     set them all; an engine that cannot cover them keeps the ones it has, and is
+                                          asked again each time: a store may grow, or come back
     a pin is not in the engine            restore it (unless it just was not covered)
     a pin is in the engine only           end it, once it is old enough that its row cannot be on its way
     hits                                  written back, so that what was refreshed survives a restart
+    a tenant is gone                      erase what it left in the engine and below
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ class PolicyKeeper:
     def __init__(self, deps: GatewayDeps) -> None:
         self._deps = deps
         self._generation = 0  # of the engine that was told last
-        self._policies: tuple[QuotaPolicy, ...] | None = None  # what it was told
+        self._policies: tuple[QuotaPolicy, ...] | None = None  # what it took over; None: nothing, or not the latest
+        self._refusal = ""  # why not, as it was logged
         self._uncovered: set[str] = set()  # pins that this engine did not take under these policies
         self._noted: dict[str, int] = {}  # hits by pin, as the database has them
         self._swept_at = 0.0
         self._sizes: tuple[object, ...] = ()  # of the tiers, as the database has them
+        self._seen: frozenset[str] = frozenset()  # namespaces that had blocks in an engine, unless erased since
 
     async def run(self) -> None:
         """Until cancelled. A failed round is logged, and the next one tries again."""
@@ -62,6 +66,7 @@ class PolicyKeeper:
         started = time.time()
         report = await engine.commons()
         await self._describe_pool(report)
+        await self._erase_deleted(report)
         if not report.loaded:
             return
         await self._note(report.pins)
@@ -84,11 +89,17 @@ class PolicyKeeper:
         if generation != self._generation:
             self._sizes = ()
             await self._describe_pool(await engine.commons())
+            self._refusal = ""
+            self._uncovered.clear()
+        self._generation, self._policies = generation, None
         try:
             await engine.set_quotas(policies)
         except (QuotaNotCoverable, InvalidRequest) as exc:
-            log.error("the engine cannot keep the quotas; it goes on with those that it has", reason=exc.message)
-        self._generation, self._policies = generation, policies
+            if exc.message != self._refusal:
+                log.error("the engine cannot keep the quotas; it goes on with those that it has", reason=exc.message)
+                self._refusal = exc.message
+            return
+        self._policies, self._refusal = policies, ""
         self._uncovered.clear()
 
     async def _describe_pool(self, report: CommonsReport) -> None:
@@ -105,6 +116,17 @@ class PolicyKeeper:
                 store=report.store,
             )
             self._sizes = sizes
+
+    async def _erase_deleted(self, report: CommonsReport) -> None:
+        """Also of those that have blocks in the store only, if they ever had some here.
+
+        The report is the older one: who has blocks in it had its row before, so without one it was deleted.
+        """
+        self._seen |= _present(report)
+        for namespace in sorted(await self._deps.quotas.deleted(self._seen)):
+            log.info("erasing the blocks of a deleted tenant", namespace=namespace)
+            await self._deps.engine.erase_namespace(namespace)
+            self._seen -= {namespace}
 
     async def _note(self, pins: tuple[PinState, ...]) -> None:
         used = [pin for pin in pins if pin.hits > self._noted.get(pin.pin_id, 0)]
@@ -126,3 +148,9 @@ class PolicyKeeper:
         restored = await self._deps.engine.restore_pins(await self._deps.pins.records(missing))
         log.info("pins restored", wanted=len(missing), restored=len(restored))
         self._uncovered |= missing - {pin.pin_id for pin in restored}
+
+
+def _present(report: CommonsReport) -> frozenset[str]:
+    """Namespaces with blocks or pins in the engine. What is only in the store may be of others that share it."""
+    blocks = {t.namespace for t in report.tenants if t.active + t.cached + t.pinned + t.pending + t.host_bytes}
+    return frozenset(blocks | {pin.namespace for pin in report.pins})

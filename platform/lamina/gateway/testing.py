@@ -163,9 +163,10 @@ class InMemoryAdapters:
 
 
 class InMemoryQuotas:
-    """Policies by tenant name, for the namespaces of `InMemoryKeys`. Look at `pool`."""
+    """Policies by tenant name, for the namespaces of `InMemoryKeys`. Look at `pool`; `delete` a tenant."""
 
     def __init__(self) -> None:
+        self._deleted: set[str] = set()
         self.pool: dict[str, int | TierSize | None] = {}
         self._policies: dict[str, QuotaPolicy] = {}
 
@@ -187,8 +188,16 @@ class InMemoryQuotas:
             store=store or TierQuota(),
         )
 
+    def delete(self, tenant: str) -> None:
+        """With its policy."""
+        self._policies.pop(tenant, None)
+        self._deleted.add(_namespace(tenant))
+
     async def policies(self) -> tuple[QuotaPolicy, ...]:
         return tuple(self._policies.values())
+
+    async def deleted(self, namespaces: frozenset[str]) -> frozenset[str]:
+        return namespaces & self._deleted
 
     async def note_pool(self, **sizes: int | TierSize | None) -> None:
         self.pool = sizes

@@ -32,6 +32,7 @@ class QuotaService:
         self._secret = secret
         self._clock = clock
         self._tenants: dict[str, str] = {}  # by namespace
+        self._namespaces: dict[str, str] = {}  # by tenant, as of the last look
 
     async def set(
         self,
@@ -105,6 +106,14 @@ class QuotaService:
             ),
             store=TierQuota(reserved=quota.store_reserved_bytes, limit=quota.store_limit_bytes),
         )
+
+    async def deleted(self, namespaces: frozenset[str]) -> frozenset[str]:
+        """Those of these that no tenant has, or not any more."""
+        async with self._database.session() as session:
+            found = frozenset(await session.scalars(select(TenantRow.id)))
+        known = self._namespaces
+        self._namespaces = {id_: known.get(id_) or kv_namespace(self._secret, id_) for id_ in found}
+        return namespaces - frozenset(self._namespaces.values())
 
     async def tenants_of(self, namespaces: frozenset[str]) -> dict[str, str]:
         """Which tenant (by id) has which of these namespaces; unknown ones are left out."""

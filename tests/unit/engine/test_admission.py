@@ -9,6 +9,7 @@ from lamina_kvtier import KvManager, Quota
 from support.planned import BLOCK, Adapters, Planned, prompt
 
 LONG = 20 * BLOCK  # max_tokens of requests that end much sooner
+X, Y = "ab" * 32, "cd" * 32  # adapters
 
 
 def crowd(sim: Planned, tenant: str, count: int, *, blocks: float = 3, first: int = 0, **options: int) -> None:
@@ -169,11 +170,11 @@ def test_the_youngest_of_the_furthest_over_its_share_goes() -> None:
 
 
 def test_nobody_gives_way_to_a_request_whose_adapter_is_not_there() -> None:
-    sim = Planned(quotas={"b": Quota(24, 64)}, adapters=Adapters(cold={"x": 3}))
+    sim = Planned(quotas={"b": Quota(24, 64)}, adapters=Adapters(cold={X: 3}))
     crowd(sim, "a", 30, **FLOOD)
     for _ in range(5):
         sim.step()
-    sim.submit("b0", prompt(1, 2), adapter="x")
+    sim.submit("b0", prompt(1, 2), adapter=X)
     while "b0" not in sim.started:
         assert sim.preempted == []
         sim.step()
@@ -254,7 +255,7 @@ def test_the_least_served_tenant_computes_first() -> None:
 
 def test_a_cold_load_is_paid_for() -> None:
     """In tokens that the engine computes in the meantime; once, and within bounds."""
-    adapters = Adapters(seconds={"x": 0.5, "y": 1000.0})
+    adapters = Adapters(seconds={X: 0.5, Y: 1000.0})
     sim = Planned(adapters=adapters)
     sim.scheduler.load_cost.computed(1000, 1.0)
     queue = sim.scheduler.queue
@@ -266,12 +267,12 @@ def test_a_cold_load_is_paid_for() -> None:
         sim.step()
         return queue.served(tenant) - before
 
-    assert paid("a0", "x") == pytest.approx(500 + BLOCK)
-    assert paid("a1", "x") <= BLOCK
-    assert paid("b0", "y") >= 4 * 256
+    assert paid("a0", X) == pytest.approx(500 + BLOCK)
+    assert paid("a1", X) <= BLOCK
+    assert paid("b0", Y) >= 4 * 256
     assert paid("c0", None) <= BLOCK
 
 
 def test_nothing_is_charged_for_loads_before_a_step_was_measured() -> None:
-    sim = Planned(adapters=Adapters(seconds={"x": 5.0}))
+    sim = Planned(adapters=Adapters(seconds={X: 5.0}))
     assert sim.scheduler.load_cost.tokens(5.0) == 0
