@@ -113,7 +113,9 @@ class FaultTier:
 
         return self._later(inner, plan, conclude)
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
+    def load(
+        self, ids: Sequence[BlockId], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
         if self.away:
             return Ended((Outcome.UNAVAILABLE,) * len(ids))
@@ -122,7 +124,8 @@ class FaultTier:
         if plan.timed_out:
             faults = [Fault.SLOW] * len(ids)
         places = list(into)
-        return self._later(self._inner.load(ids, into), plan, lambda fared: tuple(map(_spoil, fared, faults, places)))
+        inner = self._inner.load(ids, into, adapter=adapter)
+        return self._later(inner, plan, lambda fared: tuple(map(_spoil, fared, faults, places)))
 
     def lookup(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""

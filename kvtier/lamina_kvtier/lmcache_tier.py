@@ -134,7 +134,9 @@ class LmcacheTier:
         views = self._views(len(keys), values, writable=False)
         return self._submit(self._put_mover, [key.id for key in keys], views, self._config.put_s, self._puts)
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
+    def load(
+        self, ids: Sequence[BlockId], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier. Of what was read only the length is checked: LMCache's values have no checksum."""
         views = self._views(len(ids), into, writable=True)
         return self._submit(self._load_mover, ids, views, self._config.load_s, self._loads)

@@ -75,13 +75,15 @@ class MemoryTier:
         pairs = list(zip(keys, values, strict=True))
         return self._per_block(len(pairs), lambda: self._put(pairs), self._puts)
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
+    def load(
+        self, ids: Sequence[BlockId], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
         self._check(len(ids), into)
         if any(view.readonly for view in into):
             raise ValueError("blocks are loaded into memory that can be written")
         pairs = list(zip(ids, into, strict=True))
-        return self._per_block(len(pairs), lambda: self._load(pairs), self._loads)
+        return self._per_block(len(pairs), lambda: self._load(pairs, adapter), self._loads)
 
     def lookup(self, ids: Sequence[BlockId]) -> Operation[Tally]:
         """See StoreTier."""
@@ -153,11 +155,12 @@ class MemoryTier:
             self._refusals.update((key.namespace, reason) for (key, _), reason in fared if reason is not None)
         return [Outcome.OK if reason is None else Outcome.REFUSED for reason in stored.refused]
 
-    def _load(self, pairs: Sequence[tuple[BlockId, memoryview]]) -> list[Outcome]:
+    def _load(self, pairs: Sequence[tuple[BlockId, memoryview]], adapter: bytes | None) -> list[Outcome]:
         outcomes: list[Outcome] = []
         for identity, into in pairs:
             value = self.store.get(identity)
-            outcomes.append(Outcome.MISSING if value is None else self._codec.decode(value, identity, into))
+            found = None if value is None else self._codec.decode(value, identity, into, adapter=adapter)
+            outcomes.append(found or Outcome.MISSING)
         fared = list(zip(pairs, outcomes, strict=True))
         self.store.used([identity for (identity, _), outcome in fared if outcome is Outcome.OK])
         if self.store.has_quotas:  # nobody pays for what nobody can use

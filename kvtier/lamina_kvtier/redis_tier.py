@@ -80,10 +80,12 @@ class RedisTier:
         probe = PrefixProbe([self._blocks.key(block) for block in ids])
         return self._blocks.ask([probe], self.config.lookup_s, lambda: self._found(probe, len(ids)))
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
+    def load(
+        self, ids: Sequence[BlockId], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
         """See StoreTier."""
         views = self._views(len(ids), into, writable=True)
-        landings = [_Landing(self._codec, block, view) for block, view in zip(ids, views, strict=True)]
+        landings = [_Landing(self._codec, block, view, adapter) for block, view in zip(ids, views, strict=True)]
         expected = HEADER_BYTES + self._codec.block_bytes
         fetches = [Fetch(self._blocks.key(at.identity), expected, at.place, at.check) for at in landings]
 
@@ -203,12 +205,12 @@ class RedisTier:
 class _Landing:
     """Where one block comes in from the server, and whether it is the right one."""
 
-    __slots__ = ("_body", "_codec", "_header", "_into", "identity", "outcome")
+    __slots__ = ("_adapter", "_body", "_codec", "_header", "_into", "identity", "outcome")
 
-    def __init__(self, codec: BlockCodec, identity: BlockId, into: memoryview) -> None:
+    def __init__(self, codec: BlockCodec, identity: BlockId, into: memoryview, adapter: bytes | None) -> None:
         self.identity = identity
         self.outcome = Outcome.MISSING
-        self._codec, self._into = codec, into
+        self._codec, self._into, self._adapter = codec, into, adapter
         self._header = bytearray(HEADER_BYTES)
         self._body = into
 
@@ -226,7 +228,8 @@ class _Landing:
 
     def check(self) -> bool:
         """Verifies what came; False if it is not even the header of this block."""
-        header = self._codec.read_header(self._header, HEADER_BYTES + len(self._body), self.identity)
+        length = HEADER_BYTES + len(self._body)
+        header = self._codec.read_header(self._header, length, self.identity, adapter=self._adapter)
         if isinstance(header, Outcome):
             self.outcome = header
             return header is not Outcome.CORRUPT

@@ -125,9 +125,12 @@ class StoreTier(Protocol):
         """How many leading blocks are there. Some of them may be gone when they are loaded."""
         ...
 
-    def load(self, ids: Sequence[BlockId], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
+    def load(
+        self, ids: Sequence[BlockId], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
         """Reads block ids[i] into into[i], verified; one outcome per block. Anything but OK leaves it undefined.
 
+        adapter: who computed them all, if the caller knows; a block whose header names another one is CORRUPT.
         Raises ValueError.
         """
         ...

@@ -56,8 +56,10 @@ class Recorder:
         self.lookups.append(self.tier.lookup(ids))
         return self.lookups[-1]
 
-    def load(self, ids: Sequence[bytes], into: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:
-        self.loads.append(self.tier.load(ids, into))
+    def load(
+        self, ids: Sequence[bytes], into: Sequence[memoryview], *, adapter: bytes | None = None
+    ) -> Operation[tuple[Outcome, ...]]:
+        self.loads.append(self.tier.load(ids, into, adapter=adapter))
         return self.loads[-1]
 
     def put(self, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> Operation[tuple[Outcome, ...]]:

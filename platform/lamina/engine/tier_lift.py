@@ -155,7 +155,9 @@ class Lift:
             return True
         views = [self.paths.arena.bytes_of(reservation.slot) for reservation in self.reservations]
         self.since = self.paths.clock()
-        self.operation = store.load([reservation.key.id for reservation in self.reservations], views)
+        self.operation = store.load(
+            [reservation.key.id for reservation in self.reservations], views, adapter=self.keys[0].adapter
+        )
         self.state = _State.LOADS
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,8 @@ def test_a_deleted_adapter_leaves_nothing_in_the_engine(store: Path, digest: str
 
 
 def test_stored_blocks_say_which_adapter_computed_them(store: Path, digest: str) -> None:
-    """Spilled or pinned, from the pool to host memory and on to the store; and what comes up again still does."""
+    """Spilled or pinned, from the pool to host memory and on to the store; what comes up again does, too. A block of
+    another one is not believed."""
     kept = MemoryStore()
     core = tiny_core(store, tiers=Below(host=6, store=kept), **SMALL)
     expected = say(core, "ann", adapter=digest)
@@ -153,7 +155,15 @@ def test_stored_blocks_say_which_adapter_computed_them(store: Path, digest: str)
     assert say(again, "ann", adapter=digest) == expected
     assert again.scheduler.kv.blocks_by_adapter()[bytes.fromhex(digest)] >= 5
     again.check_integrity()
-    for engine in (core, again):
+    for value in kept._values.values():
+        header = _unpack(value.data[:HEADER_BYTES])
+        assert isinstance(header, StoredHeader)
+        if header.adapter == bytes.fromhex(digest):
+            value.data = replace(header, adapter=b"\x07" * 32).pack() + value.data[HEADER_BYTES:]
+    wary = tiny_core(store, tiers=Below(host=24, store=kept), **SMALL)
+    assert say(wary, "ann", adapter=digest) == expected
+    assert wary.stats().loaded_blocks == 0
+    for engine in (core, again, wary):
         engine.close()
 
 

@@ -1,4 +1,4 @@
-"""The gateway erases what tenants and adapters leave that were deleted elsewhere: by the command line, by another one."""
+"""The gateway erases what tenants and adapters leave that others deleted: the command line, another gateway."""
 
 from __future__ import annotations
 
