@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from lamina_kvtier.errors import BlockMisuse, IntegrityError
@@ -117,6 +118,10 @@ class HostTier:
                 break
             found.append((slot, self._books.key_at(slot)))
         return found
+
+    def newest(self, count: int) -> list[int]:
+        """Up to `count` evictable slots, most recently used first, so heads before tails. O(count)."""
+        return list(islice(reversed(self._books.victims), count))
 
     # Storing: two phases
 

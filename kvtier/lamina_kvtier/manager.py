@@ -158,6 +158,10 @@ class KvManager:
         """What `ghost_of(...).extra_blocks` can be, smallest first."""
         return [] if self._ghosts is None else self._ghosts.rooms
 
+    def identity_of(self, block: int) -> BlockId | None:
+        """By which this block can be found; None: it cannot."""
+        return self._index.identity_of(block)
+
     def known(self) -> list[BlockId]:
         """All identities that can be found, in no order. O(blocks)."""
         return [identity for identity in map(self._index.identity_of, range(self.num_blocks)) if identity is not None]

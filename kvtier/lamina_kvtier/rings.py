@@ -52,6 +52,13 @@ class Rings:
             yield slot
             slot = self._following[slot]
 
+    def walk_back(self, ring: int) -> Iterator[int]:
+        """Last to first. O(length)."""
+        slot = self._previous[ring]
+        while slot != ring:
+            yield slot
+            slot = self._previous[slot]
+
     def push_front(self, ring: int, slot: int) -> None:
         self._link(ring, slot, self._following[ring])
 

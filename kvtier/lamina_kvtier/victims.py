@@ -111,6 +111,10 @@ class Victims:
         """Next victim first, by age alone."""
         return self._order.walk(self._everybodys)
 
+    def __reversed__(self) -> Iterator[int]:
+        """Last victim first."""
+        return self._order.walk_back(self._everybodys)
+
     def oldest(self, namespace: str) -> int | None:
         ring = self._owners.get(namespace)
         return None if ring is None else self._own.first(ring)

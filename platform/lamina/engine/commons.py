@@ -61,6 +61,7 @@ class Commons:
         if tiers and self._host is not None:
             tiers[Floor.HOST] = self._host.pin_tier
         self._pins = PinBook(tiers, clock=clock)
+        self._below.save_pins(self._kept_on_device)
 
     # --- quotas -------------------------------------------------------------------------------------------
 
@@ -233,6 +234,10 @@ class Commons:
             clipped_blocks=record.clipped_blocks,
         )
         return pin.to_record()
+
+    def _kept_on_device(self) -> list[BlockId]:
+        """Those of pins that share blocks more than once. O(blocks of pins)."""
+        return [identity for pin in self._pins.listing() if pin.floor is Floor.GPU for identity in pin.ids]
 
     def _resident(self, pin: Pin) -> int:
         if pin.floor is Floor.HOST and self._host is not None:

@@ -73,7 +73,7 @@ class Explainer:
         store_usage: Callable[[], TierUsage | None] = lambda: None,
         max_namespaces: int = MAX_NAMESPACES,
     ) -> None:
-        """`host`: None without tiers below the device. `store`: what it is told of a store, if there is one.
+        """`host`: None without tiers below the device. `store`: what is known of a store, if there is one.
 
         `store_usage`: what the store itself has counted.
         """
@@ -92,15 +92,11 @@ class Explainer:
         lookup = request.lookup = request.lookup or PrefixLookup()
         lookup.origins |= origins
         lookup.fates |= fates
-        self._store.note(identity for identity, tier in origins.items() if tier == "store")
         for identity in lookup.missing.keys() & fates.keys():
             lookup.missing[identity] = self.explain(identity, fates[identity])
         declined = sum(reason is Reason.CHEAPER for reason in fates.values())
         if declined:
             self._tally(request).declined["store", Reason.CHEAPER.value] += declined
-
-    def stored(self, ids: Sequence[BlockId]) -> None:
-        self._store.note(ids)
 
     def in_store(self) -> list[BlockId]:
         """Blocks that we know to have been in the store lately."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 from lamina.engine.request import Choice
@@ -20,16 +20,9 @@ class Provenance(Protocol):
         did not come. Once when it starts, and again for what arrives while it runs; disjoint each time."""
         ...
 
-    def stored(self, ids: Sequence[BlockId]) -> None:
-        """These blocks are in the store from now on."""
-        ...
-
 
 class Unasked:
     """Nobody listens."""
 
     def arrived(self, choice: Choice, origins: Mapping[BlockId, str], fates: Mapping[BlockId, Reason]) -> None:
-        """Nothing is kept."""
-
-    def stored(self, ids: Sequence[BlockId]) -> None:
         """Nothing is kept."""

@@ -16,7 +16,7 @@ from lamina.engine.tier_lift import Lift, LiftPaths
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.policies import LoadChoice
 from lamina_kvtier.reasons import Reason, reason_of
-from lamina_kvtier.tier import BlockKey, Operation, Tally
+from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally
 
 __all__ = ["Allocate", "Fetch", "begin"]
 
@@ -158,6 +158,8 @@ class Fetch:
         below = self.keys[sum(len(lift.keys) for lift in self.lifts) :]
         found, lost = below[: tally.blocks], below[tally.blocks :]
         self._lack(lost, reason_of(tally.outcome))
+        if tally.outcome is Outcome.MISSING:
+            self.paths.memory.missed(key.id for key in lost[:1])
         waiting = self.paths.loads.bytes_before(self.choice.request.tenant, self._weight)
         choice = self.paths.rates.decide(len(found), blocks_before=waiting / self.paths.arena.block_bytes)
         front = choice.compute_front

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_rates import Rates
 from lamina.engine.tier_shares import Shares
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
@@ -41,7 +42,10 @@ class LiftPaths:
         counts: Counter[str],
         rates: Rates,
         clock: Callable[[], float],
+        memory: StoreMemory | None = None,
     ) -> None:
+        """`memory`: of what is in the store."""
+        self.memory = StoreMemory() if memory is None else memory
         self.kv, self.host, self.arena, self.mover, self.store = kv, host, arena, mover, store
         self.counts, self.rates, self.clock = counts, rates, clock
         self.loads: Shares[Lift] = Shares(_MAX_LOAD_BYTES)
@@ -169,6 +173,9 @@ class Lift:
         for reservation, outcome in zip(lost, outcomes[good:], strict=True):
             self._lack([reservation.key], reason_of(outcome))
         self.loaded.update(reservation.key.id for reservation in here)
+        self.paths.memory.note(reservation.key.id for reservation in here)
+        fared = zip(lost, outcomes[good:], strict=True)
+        self.paths.memory.missed(reservation.key.id for reservation, outcome in fared if outcome is Outcome.MISSING)
         self.paths.host.commit(here)
         self.paths.host.abandon(lost)
         arrived = self.paths.host.find([reservation.key.id for reservation in here])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +11,7 @@ from lamina.engine.host_commons import HostCommons
 from lamina.errors import InvalidRequest, QuotaNotCoverable
 from lamina.types import QuotaPolicy, TierQuota
 from lamina_kvtier import errors as kv_errors
+from lamina_kvtier.identity import BlockId
 from lamina_kvtier.quota import Quota, QuotaBook
 from lamina_kvtier.tier import BlockKey, TierUsage
 
@@ -33,6 +34,10 @@ class TiersBelow(Protocol):
 
     def store_usage(self) -> TierUsage | None:
         """None: there is no store."""
+        ...
+
+    def save_pins(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
+        """From now on what `pinned` names is copied to the store, too: pins keep it on the device."""
         ...
 
     def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
@@ -62,6 +67,9 @@ class PoolOnly:
     def store_usage(self) -> TierUsage | None:
         """See TiersBelow."""
         return None
+
+    def save_pins(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
+        """See TiersBelow."""
 
     def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
         """Nothing is below."""

@@ -8,10 +8,13 @@ waits for the copy, on the device if there is one (`before_step`).
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lamina.engine.store_memory import StoreMemory
+from lamina.engine.tier_renewal import Renewals
 from lamina.engine.tier_shares import Shares
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
 from lamina_kvtier.host_tier import HostTier, Reservation
@@ -27,6 +30,7 @@ SPILL_BATCH = 256  # blocks of one transfer
 _PUT_BYTES = 16 << 20  # of one put, so that tenants take turns
 _MAX_PUT_BYTES = 256 << 20  # on their way to the store
 _MAX_QUEUED_BYTES = 256 << 20  # of one tenant, waiting for that; what comes beyond stays in host memory only
+_RENEWED_PART = 4  # of what may be on its way, and of host memory: no more than this is put once more
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +190,26 @@ class _Put:
 
 
 class Puts:
-    """Host memory to the store: written through as fast as it keeps up, tenants in fair turns."""
+    """Host memory to the store: written through as fast as it keeps up, tenants in fair turns; and once more what the
+    store lost, or did not take, while nothing new waits."""
 
     def __init__(
-        self, kv: KvManager, host: HostTier, arena: HostBlocks, store: StoreTier | None, counts: Counter[str]
+        self,
+        kv: KvManager,
+        host: HostTier,
+        arena: HostBlocks,
+        store: StoreTier | None,
+        counts: Counter[str],
+        memory: StoreMemory | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`store`: None: there is none, and nothing is put."""
+        """`store`: None: there is none, and nothing is put. `memory`: of what is in it."""
         self._kv, self._host, self._arena, self._store, self._counts = kv, host, arena, store, counts
+        self._memory = StoreMemory() if memory is None else memory
+        self._renewals = None if store is None else Renewals(kv, host, store, self._memory, clock)
         self._shares: Shares[_Put] = Shares(_MAX_PUT_BYTES)
         self._queued: Counter[str] = Counter()  # bytes that wait, by namespace
         self._under_way: list[_Put] = []
-        self.kept: Callable[[Sequence[BlockId]], object] = _nobody_asks  # hears of blocks that are in the store now
 
     def want(self, keys: Sequence[BlockKey]) -> None:
         """These blocks have come to host memory, in a table's order."""
@@ -218,8 +231,26 @@ class Puts:
     def settle(self) -> None:
         """Takes in what has ended, and starts what may start."""
         self._under_way = [put for put in self._under_way if not self._end(put)]
+        self._start_waiting()
+        if self._renewals is not None:
+            self._renewals.settle()
+            self._renew(self._renewals)
+
+    def _start_waiting(self) -> None:
         while (put := self._shares.start()) is not None:
             self._start(put)
+
+    def _renew(self, renewals: Renewals) -> None:
+        """Puts once more what has to be, as long as nothing new waits and little is under way."""
+        unit = self._arena.block_bytes
+        room = min(_MAX_PUT_BYTES, self._host.num_slots * unit) // _RENEWED_PART
+        most = max(1, min(_PUT_BYTES, room) // unit)
+        while not self._queued and (not self._shares.moving or self._shares.moving + most * unit <= room):
+            keys = renewals.next(most, {key.id for put in self._under_way for key in put.keys})
+            if not keys:
+                return
+            self.want(keys)
+            self._start_waiting()
 
     def _start(self, put: _Put) -> None:
         namespace = put.keys[0].namespace
@@ -244,20 +275,25 @@ class Puts:
         kept = [key.id for key in keys if key is not None]
         self._counts["stored"] += len(kept)
         self._counts["failed"] += len(outcomes) - len(kept)
-        self.kept(kept)
+        self._memory.note(kept)
+        self._tell(outcomes)
         self._host.put_back(put.slots)
         self._shares.ended(put)
         return True
+
+    def _tell(self, outcomes: Sequence[Outcome]) -> None:
+        if self._renewals is None:
+            return
+        if all(outcome in (Outcome.OK, Outcome.REFUSED) for outcome in outcomes):
+            self._renewals.worked()
+        else:
+            self._renewals.failed()
 
     def _bytes(self, put: _Put) -> int:
         return len(put.keys) * self._arena.block_bytes
 
     def _weight(self, namespace: str) -> float:
         return 1.0 if self._kv.ledger is None else self._kv.ledger.book.of(namespace).weight
-
-
-def _nobody_asks(_kept: Sequence[BlockId]) -> None:
-    """Stands for a listener."""
 
 
 def _by_namespace(keys: Iterable[BlockKey]) -> dict[str, list[BlockKey]]:

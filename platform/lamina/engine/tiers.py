@@ -20,10 +20,12 @@ from typing import Protocol
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.provenance import Provenance, Unasked
 from lamina.engine.request import Choice, ChoiceStatus
+from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_fetch import Allocate, Fetch, begin
 from lamina.engine.tier_lift import LiftPaths
 from lamina.engine.tier_quotas import PoolOnly, TiersBelow, require_nothing
 from lamina.engine.tier_rates import Rates
+from lamina.engine.tier_saves import DeviceSaves
 from lamina.engine.tier_spill import SPILL_BATCH, Puts, Spills
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks
 from lamina_kvtier.host_tier import HostTier
@@ -110,6 +112,11 @@ class Tiers(TierGate, TiersBelow, Protocol):
         """None: the device pool is all there is."""
         ...
 
+    @property
+    def store_memory(self) -> StoreMemory | None:
+        """What is known to be in the store; None: there is nothing below."""
+        ...
+
     def report_to(self, provenance: Provenance) -> None:
         """From now on this one hears where blocks came from. Before the first request."""
         ...
@@ -146,6 +153,7 @@ class NoTiers(PoolOnly):
     """The device pool alone."""
 
     below: Below | None = None
+    store_memory: StoreMemory | None = None
 
     def report_to(self, provenance: Provenance) -> None:
         """Nothing ever comes up."""
@@ -218,10 +226,12 @@ class KvTiers:
         commons_of_host: HostCommons | None = None,
         provenance: Provenance | None = None,
         rates: Rates | None = None,
+        memory: StoreMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`low_water`: free device blocks below which the next victims are spilled. `provenance` hears of fetches.
 
+        `memory`: where it is noted what is in the store; it should remember more blocks than host memory has.
         `commons_of_host`: the quotas and pins of `host`; None: it is a store's working memory and no tier of its own.
         """
         self.commons_of_host = commons_of_host
@@ -229,9 +239,11 @@ class KvTiers:
         self._provenance: Provenance = Unasked() if provenance is None else provenance
         self._counts: Counter[str] = Counter()
         rates = Rates(kv.block_size, clock=clock) if rates is None else rates
-        self._paths = LiftPaths(kv, host, arena, mover, store, self._counts, rates, clock)
-        self._puts = Puts(kv, host, arena, store, self._counts)
+        self.store_memory = StoreMemory() if memory is None else memory
+        self._paths = LiftPaths(kv, host, arena, mover, store, self._counts, rates, clock, self.store_memory)
+        self._puts = Puts(kv, host, arena, store, self._counts, self.store_memory, clock)
         self._spills = Spills(kv, host, mover, self._puts, self._counts, low_water=low_water)
+        self._saves = DeviceSaves(kv, host, self.store_memory, clock)
         self._fetches: dict[Choice, Fetch] = {}  # of choices that wait, and of running ones whose tail still comes
         self._seen: set[Choice] = set()  # waiting ones for which nothing was below when it was looked for ahead
         self._orphans: list[Fetch] = []  # of choices that left: their transfers have to end first
@@ -242,7 +254,6 @@ class KvTiers:
 
     def report_to(self, provenance: Provenance) -> None:
         self._provenance = provenance
-        self._puts.kept = provenance.stored
 
     # --- the scheduler's side -----------------------------------------------------------------------------
 
@@ -352,17 +363,28 @@ class KvTiers:
         self._spills.after_step()
 
     def _save_pinned(self) -> None:
-        """Copies down what pins with floor `host` keep on the device until it is below, however much is free."""
+        """Copies down what pins with floor `host` keep on the device until it is below, however much is free; and what
+        else only the device has and the store should have."""
         if self.commons_of_host is not None and self._spills.has_room:
             due = self.commons_of_host.pins.due(SPILL_BATCH)
             if due:
                 self._spills.save(due[::-1])
+        if self._store is not None and self._spills.has_room:
+            on_device = self._saves.due()
+            if on_device:
+                self._spills.save_now(on_device)
+                self._saves.tried(on_device)
+
+    def save_pins(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
+        """See TiersBelow."""
+        self._saves.pinned = pinned
 
     def forget(self, ids: Sequence[BlockId]) -> None:
         """In every tier."""
         self._host.forget(ids, Reason.INTEGRITY)
         if self._store is not None:
             self._store.delete(ids)
+            self.store_memory.missed(ids)
 
     @property
     def is_busy(self) -> bool:

@@ -15,7 +15,6 @@ from lamina.engine.core import CoreLimits, EngineCore
 from lamina.engine.explain import Explainer
 from lamina.engine.pool import BlockPool
 from lamina.engine.scheduler import Scheduler
-from lamina.engine.store_memory import StoreMemory
 from lamina.errors import ConfigurationInvalid
 from lamina.models.base_weights import StoredWeights
 from lamina.models.config import ModelConfig
@@ -142,7 +141,7 @@ def assemble(
         kv,
         host,
         block_bytes=pool.block_bytes,
-        store=StoreMemory(ttl_s=config.kv_store_ttl_s),
+        store=below.store_memory,
         store_usage=below.store_usage,
     )
     below.report_to(explainer)

@@ -11,6 +11,7 @@ from lamina.config import EngineConfig
 from lamina.engine.fingerprint import fingerprint_of
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
+from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tiers import KvTiers, NoTiers, Tiers
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.block_store import open_store
@@ -24,6 +25,7 @@ from lamina_kvtier.manager import KvManager
 __all__ = ["MakeTiers", "build_tiers"]
 
 MakeTiers = Callable[[EngineConfig, BlockPool, KvManager, Layout], Tiers]
+_REMEMBERED = 1 << 17  # blocks of the store
 _STAGING_BYTES = 64 << 20  # host memory that a store works through if host memory is no tier of its own
 
 
@@ -54,7 +56,8 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     seal = fingerprint_of(arena)
     commons = HostCommons.of_slots(kv, slots, pool.block_bytes, seal=seal) if config.host_kv_bytes else None
     host = HostTier(slots, pool.block_bytes, seal=seal) if commons is None else commons.tier
-    return KvTiers(kv, host, arena, mover, store, low_water=low_water, commons_of_host=commons)
+    memory = StoreMemory(ttl_s=config.kv_store_ttl_s, max_blocks=max(_REMEMBERED, 2 * slots))
+    return KvTiers(kv, host, arena, mover, store, low_water=low_water, commons_of_host=commons, memory=memory)
 
 
 def _kernels(device: torch.device) -> BlockKernels:

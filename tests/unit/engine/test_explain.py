@@ -360,9 +360,9 @@ def test_what_the_store_lost_was_lost_by_the_store() -> None:
     world.explainer = Explainer(world.kv, world.host, block_bytes=BLOCK, store=memory)
     choice = world.choice(prompt(1, 4))
     oldest, first, second, never = choice.known_ids(4)
-    world.explainer.stored([oldest, first])
+    memory.note([oldest, first])
     now = 9.0
-    world.explainer.arrived(world.choice(prompt(2, 1)), {second: "store"}, {})
+    memory.note([second])
     now = 12.0
     world.explainer.arrived(choice, {}, dict.fromkeys((oldest, first, second, never), Reason.NEVER_STORED))
     world.begin(choice)
