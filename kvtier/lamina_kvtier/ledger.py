@@ -240,9 +240,9 @@ class Ledger:
         _require_count(ahead)
         account = self.account(namespace)
         own, room = self._room(account)
-        if units > own and self._is_bounded(account):
+        if units > max(own, 0) and self._is_bounded(account):
             raise self._over_limit(account, units, own)
-        if units > room:
+        if units > max(room, 0):  # nothing can be promised, even where more was promised than there is
             raise self._out_of_units(units, room)
         return self._open(Charge(namespace, units, ahead=ahead, assured=assured))
 
@@ -264,6 +264,14 @@ class Ledger:
         if units:
             self._charges.add(charge)
             self._change(charge.namespace, pending=units, ahead=-used)
+
+    def expect(self, charge: Charge, units: int) -> None:
+        """`units` that were taken out of an assured charge were given back, and may be wanted again."""
+        _require_count(units)
+        if charge.assured and units:
+            charge.ahead += units
+            self._charges.add(charge)
+            self._change(charge.namespace, ahead=units)
 
     def split(self, charge: Charge, pending: int, ahead: int) -> Charge:
         """Part of a charge, as far as it has that much, as one of its own."""

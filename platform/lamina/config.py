@@ -31,7 +31,7 @@ class EngineConfig:
     kv_store_ttl_s: float | None = None  # a stored block expires so long after its last use; None: never
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left
-    max_prefill_tokens: int | None = None  # of prompts in one step, for which all others wait; None: 256 on a CPU, else all
+    max_prefill_tokens: int | None = None  # of prompts in one step, which all others wait for; None: 256 on a CPU
     max_running: int = 64  # choices in the running batch
     max_waiting: int = 1024  # queued requests, then 503
     max_queue_s: float = 50.0  # seconds without a start, then 429; 0: no bound

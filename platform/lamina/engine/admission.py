@@ -128,6 +128,10 @@ class Admission:
         charge = self._charges[choice]
         self._ledger.refund(charge, min(max(count, 0), charge.pending))
 
+    def give_back(self, choice: Choice, count: int) -> None:
+        """So many blocks that a running choice allocated were released unused: it may want others in their place."""
+        self._ledger.expect(self._charges[choice], count)
+
     def make_writable(self, choice: Choice, block: int) -> CopyOnWrite | None:
         """See KvManager. A copy is one of the blocks that were promised."""
         copy = self._kv.make_writable(block, owner=owner_of(choice))

@@ -256,6 +256,7 @@ class EngineCore:
         If the sampler runs ahead, the pass that lands is the one before, so that the device never waits for this
         code; else it is the same one.
         """
+        self.scheduler.look_ahead()
         self._tiers.settle()
         self.commons.expire()
         self._clear_deleted()

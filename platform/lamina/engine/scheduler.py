@@ -96,8 +96,11 @@ class Scheduler:
         self._prefill([choice for choice in ready if choice.pending > 1], plan)
         for chunk in plan.chunks:
             self.queue.charge(chunk.choice.request.tenant, chunk.count, chunk.choice.request.request.weight)
-        self._tiers.look_ahead(self.queue.soon(_LOOK_AHEAD))
         return plan
+
+    def look_ahead(self) -> None:
+        """Blocks of those that wait begin to come up, before their turn."""
+        self._tiers.look_ahead(self.queue.soon(_LOOK_AHEAD))
 
     def _decode(self, decoding: list[Choice], plan: StepPlan) -> None:
         """One token of each; in turn, if they are more than a step has tokens."""
@@ -243,7 +246,12 @@ class Scheduler:
 
     def _admit(self, choice: Choice, plan: StepPlan) -> bool:
         """Starts a waiting choice if nothing is in its way; what one tenant lacks, the others may have."""
-        if choice in plan.preempted or not self._may_start(choice, plan) or not self._has_prefix(choice):
+        gone = len(plan.preempted)
+        if choice in plan.preempted or not self._may_start(choice, plan):
+            return False
+        # What others have made way for starts now, or they would come back meanwhile and have to go again.
+        if not self._tiers.is_ready(choice) and len(plan.preempted) == gone:
+            self._claimed += self.admission.decide(choice).need  # the others need not wait, but leave it its room
             return False
         if self._adapters_full and choice.request.request.adapter is not None:
             return False  # lets adapter memory drain for the head before it, which would starve otherwise
@@ -316,13 +324,6 @@ class Scheduler:
             self._adapters.release(choice.request.request.adapter or "")
         return slot is not _LOADING
 
-    def _has_prefix(self, choice: Choice) -> bool:
-        """False while its blocks are on their way up; the others need not wait, but leave it its room."""
-        if self._tiers.is_ready(choice):
-            return True
-        self._claimed += self.admission.decide(choice).need
-        return False
-
     def _adapter_slot(self, choice: Choice) -> int | None:
         digest = choice.request.request.adapter
         if digest is None:
@@ -334,7 +335,9 @@ class Scheduler:
         self.queue.remove(choice)
         charge = self.admission.start(choice)
         choice.table = BlockTable(self.kv.acquire(choice.known_ids(self._block_size), charge))
-        self._tiers.started(choice, partial(self.admission.allocate, choice))
+        self._tiers.started(
+            choice, partial(self.admission.allocate, choice), partial(self.admission.give_back, choice)
+        )
         choice.published = len(choice.table)
         choice.computed = len(choice.table) * self._block_size
         choice.status = ChoiceStatus.RUNNING

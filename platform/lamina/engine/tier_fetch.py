@@ -43,6 +43,7 @@ class Fetch:
     head: int = 0  # the choice starts when so many lifts are done
     lookup: Operation[Tally] | None = None
     allocate: Allocate | None = None  # once the choice runs
+    restore: Callable[[int], object] | None = None  # so many of those were given back unused
     starts: list[int] = field(default_factory=list)  # where in the prompt each lift begins, in blocks
     pays_to_wait: bool = False  # for the running choice, which has come to a block that is still coming
     waits_since: float | None = None
@@ -85,11 +86,11 @@ class Fetch:
         for lift in self.lifts:
             lift.advance()
 
-    def started(self, allocate: Allocate) -> None:
+    def started(self, allocate: Allocate, restore: Callable[[int], object]) -> None:
         """The choice holds itself what has come so far."""
         self._give_up(self.lifts[: self.head])
-        self.allocate, self.waits_since = allocate, None
         self.let_go()
+        self.allocate, self.restore, self.waits_since = allocate, restore, None
 
     def computes_until(self) -> int | None:
         """Blocks of the prompt up to which the running choice computes now; None: all of it."""
@@ -122,7 +123,7 @@ class Fetch:
 
     def passed(self, blocks: int) -> None:
         """The running choice has computed so many blocks: those of them that came too late are not its own any more."""
-        self.took(key.id for key in self.keys[: max(0, blocks - self.first)])
+        self._restore(self.took(key.id for key in self.keys[: max(0, blocks - self.first)]))
 
     def let_go(self) -> bool:
         """Gives back the device blocks that have come; False if there were none. They stay cached, and are found if
@@ -134,7 +135,7 @@ class Fetch:
 
     def abandon(self) -> None:
         """The choice does not want it any more; what is under way still has to end."""
-        self.abandoned = True
+        self.abandoned, self.restore = True, None  # nothing was promised to whoever does not run
         if self.lookup is not None:
             self.lookup.cancel()
         for lift in self.lifts:
@@ -182,7 +183,12 @@ class Fetch:
         size = max(1, _LIFT_BYTES // self.paths.arena.block_bytes)
         for start in range(0, len(keys), size):
             lift = Lift(
-                self.paths, keys[start : start + size], self.choice.request.tenant, self._weight, self._device_blocks
+                self.paths,
+                keys[start : start + size],
+                self.choice.request.tenant,
+                self._weight,
+                self._device_blocks,
+                self._restore,
             )
             self.lifts.append(lift)
             self.starts.append(at + start)
@@ -192,6 +198,10 @@ class Fetch:
         if self.allocate is not None:
             return self.allocate(count)
         return self.paths.kv.allocate(count, owner=self.keys[0].namespace)
+
+    def _restore(self, count: int) -> None:
+        if self.restore is not None:
+            self.restore(count)
 
     @property
     def _weight(self) -> float:

@@ -51,13 +51,25 @@ class LiftPaths:
         self.loads: Shares[Lift] = Shares(_MAX_LOAD_BYTES)
         self.copies: Shares[Lift] = Shares(_MAX_COPY_BYTES)
 
-    def start_waiting(self, spilling: frozenset[int]) -> None:
-        """Starts what may start. `spilling`: device blocks that are being read."""
-        loads = [lift for lift in iter(self.loads.start, None) if not lift.load()]
-        copies = [lift for lift in iter(self.copies.start, None) if not lift.copy(spilling)]
-        for shares, lifts in ((self.loads, loads), (self.copies, copies)):
-            for lift in reversed(lifts):
-                shares.returned(lift, lift.tenant, lift.weight)
+    def start_waiting(self, spilling: frozenset[int], *, copying: bool) -> None:
+        """Starts what may start. `spilling`: device blocks that are being read.
+
+        `copying`: to the device, too. Never while a step is planned: a block that has come free in it may still be
+        the source of one of its copies.
+        """
+        _start(self.loads, Lift.load)
+        if copying:
+            _start(self.copies, lambda lift: lift.copy(spilling))
+
+
+def _start(shares: Shares[Lift], go: Callable[[Lift], bool]) -> None:
+    """All that may start now. Those that cannot yet keep their places, and hold up nobody else."""
+    aside: list[tuple[Lift, int]] = []
+    while (lift := shares.start()) is not None:
+        if not go(lift):
+            aside.append((lift, shares.set_aside(lift)))
+    for lift, size in reversed(aside):
+        shares.returned(lift, lift.tenant, lift.weight, size)
 
 
 class _State(Enum):
@@ -70,13 +82,17 @@ class _State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Lift:
-    """`allocate` gives device blocks for it. Holds the slots that it copies, and then the device blocks in `here`."""
+    """`allocate` gives device blocks for it, and `restore` hears how many of them it gave back unused.
+
+    Holds the slots that it copies, and then the device blocks in `here`.
+    """
 
     paths: LiftPaths
     keys: list[BlockKey]
     tenant: str
     weight: float
     allocate: Callable[[int], list[int]]
+    restore: Callable[[int], object]
     state: _State = _State.WANTS_LOAD
     slots: list[int] = field(default_factory=list)  # of the first blocks, held
     reservations: list[Reservation] = field(default_factory=list)
@@ -148,11 +164,7 @@ class Lift:
         wanted = self.keys[len(self.slots) :]
         if wanted and host.knows(wanted[0].id):
             return False
-        for reservation in host.reserve(wanted):
-            if reservation is None:
-                break
-            self.reservations.append(reservation)
-        self._lack(wanted[len(self.reservations) :], Reason.PRESSURE)
+        self._reserve(wanted)
         if not self.reservations or store is None:
             self.paths.loads.ended(self)
             self._want_copy()
@@ -164,6 +176,16 @@ class Lift:
         )
         self.state = _State.LOADS
         return True
+
+    def _reserve(self, wanted: Sequence[BlockKey]) -> None:
+        """Slots up to the first block that there is none for, or that host memory has behind a gap: the rest of the
+        prefix would not be found yet."""
+        given = self.paths.host.reserve(wanted)
+        end = next((at for at, reservation in enumerate(given) if reservation is None), len(given))
+        self.reservations = [reservation for reservation in given[:end] if reservation is not None]
+        self.paths.host.abandon([reservation for reservation in given[end:] if reservation is not None])
+        if end < len(wanted) and not self.paths.host.knows(wanted[end].id):
+            self._lack(wanted[end:], Reason.PRESSURE)
 
     def _end_load(self, outcomes: Sequence[Outcome]) -> None:
         self.paths.loads.ended(self)
@@ -178,7 +200,7 @@ class Lift:
         self.paths.memory.missed(reservation.key.id for reservation, outcome in fared if outcome is Outcome.MISSING)
         self.paths.host.commit(here)
         self.paths.host.abandon(lost)
-        arrived = self.paths.host.find([reservation.key.id for reservation in here])
+        arrived = self.paths.host.find(self._ids[len(self.slots) :])  # and what was there behind them
         self.paths.host.hold(arrived)
         self.slots += arrived
         self.reservations = []
@@ -202,22 +224,25 @@ class Lift:
         self.paths.copies.want(self, self.tenant, self.weight, len(self.slots) * self.paths.arena.block_bytes)
 
     def copy(self, spilling: frozenset[int]) -> bool:
-        """Its turn has come. False: the blocks that it would get are still being read."""
-        try:
-            targets = self.allocate(len(self.slots))
-        except OutOfBlocks as shortage:
-            targets = self._as_many_as(shortage.have)
-        if not targets:
+        """Its turn has come. False: the blocks that it got are still being read; it keeps them until they are not."""
+        if not self.targets:
+            self.targets = self._device_blocks()
+        if not self.targets:
             self.paths.copies.ended(self)
             self._finish()
-        elif spilling & frozenset(targets):
-            self.paths.kv.release(targets)
+        elif spilling & frozenset(self.targets):
             return False
         else:
-            self.targets = targets
-            self.transfer = self.paths.mover.promote(self.slots[: len(targets)], targets)
+            self.transfer = self.paths.mover.promote(self.slots[: len(self.targets)], self.targets)
             self.state = _State.COPIES
         return True
+
+    def _device_blocks(self) -> list[int]:
+        """As many as it wants, or as there are."""
+        try:
+            return self.allocate(len(self.slots))
+        except OutOfBlocks as shortage:
+            return self._as_many_as(shortage.have)
 
     def _as_many_as(self, count: int) -> list[int]:
         try:
@@ -231,17 +256,23 @@ class Lift:
             transfer.wait()
         except RuntimeError:
             self.paths.counts["failed"] += len(self.targets)
-            self.paths.kv.release(self.targets)
+            self._drop_targets()
         else:
             for block, key in zip(self.targets, self.keys, strict=False):
                 self.paths.kv.publish(block, key.id, adapter=key.adapter)
                 self.here[key.id] = block
                 self.origins[key.id] = "store" if key.id in self.loaded else "host"
             self.paths.counts["promoted"] += len(self.targets)
-        self.targets = []
+            self.targets = []
         self._finish()
 
+    def _drop_targets(self) -> None:
+        self.paths.kv.release(self.targets)
+        self.restore(len(self.targets))
+        self.targets = []
+
     def _finish(self) -> None:
+        self._drop_targets()
         self.paths.host.release(self.slots)
         self.slots = []
         self.state = _State.DONE

@@ -83,10 +83,14 @@ class Shares(Generic[T]):
         """What was started has ended. Nothing happens if it was not under way."""
         self.moving -= self._sizes.pop(item, 0)
 
-    def returned(self, item: T, tenant: str, weight: float) -> None:
-        """What was started could not use its turn, which costs nothing; it is the tenant's next again."""
+    def set_aside(self, item: T) -> int:
+        """What was started cannot use its turn now: others may start meanwhile. Its size, for `returned`."""
         size = self._sizes.pop(item)
         self.moving -= size
+        return size
+
+    def returned(self, item: T, tenant: str, weight: float, size: int) -> None:
+        """What was set aside is its tenant's next again, and has cost nothing."""
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = _Line(self._ended.pop(tenant, self._now), weight)

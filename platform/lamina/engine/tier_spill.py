@@ -186,6 +186,7 @@ class Spills:
 class _Put:
     keys: list[BlockKey]
     slots: list[int]
+    renews: bool  # what lies there for long already
     operation: Operation[tuple[Outcome, ...]] | None = None
 
 
@@ -211,14 +212,14 @@ class Puts:
         self._queued: Counter[str] = Counter()  # bytes that wait, by namespace
         self._under_way: list[_Put] = []
 
-    def want(self, keys: Sequence[BlockKey]) -> None:
-        """These blocks have come to host memory, in a table's order."""
+    def want(self, keys: Sequence[BlockKey], *, renews: bool = False) -> None:
+        """These blocks have come to host memory, in a table's order; or, `renews`, have to be put once more."""
         if self._store is None:
             return
         for namespace, own in _by_namespace(keys).items():
             size = max(1, _PUT_BYTES // self._arena.block_bytes)
             for start in range(0, len(own), size):
-                put = _Put(own[start : start + size], [])
+                put = _Put(own[start : start + size], [], renews)
                 if self._queued[namespace] + self._bytes(put) > _MAX_QUEUED_BYTES:
                     return
                 self._queued[namespace] += self._bytes(put)
@@ -249,7 +250,7 @@ class Puts:
             keys = renewals.next(most, {key.id for put in self._under_way for key in put.keys})
             if not keys:
                 return
-            self.want(keys)
+            self.want(keys, renews=True)
             self._start_waiting()
 
     def _start(self, put: _Put) -> None:
@@ -277,7 +278,10 @@ class Puts:
         self._counts["failed"] += len(outcomes) - len(kept)
         self._memory.note(kept)
         self._tell(outcomes)
-        self._host.put_back(put.slots)
+        if put.renews:
+            self._host.put_back(put.slots)  # the least recently used ones come last, and are the next victims again
+        else:
+            self._host.release(put.slots)
         self._shares.ended(put)
         return True
 

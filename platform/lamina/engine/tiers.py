@@ -51,8 +51,9 @@ class TierGate(Protocol):
         """Begins to bring up blocks for these waiting choices, the next ones first, within bounds."""
         ...
 
-    def started(self, choice: Choice, allocate: Allocate) -> None:
-        """The choice holds its prefix itself now. More may come while it runs: into blocks that `allocate` gives."""
+    def started(self, choice: Choice, allocate: Allocate, give_back: Callable[[int], object]) -> None:
+        """The choice holds its prefix itself now. More may come while it runs: into blocks that `allocate` gives, and
+        `give_back` hears how many of them are released unused."""
         ...
 
     def computes_until(self, choice: Choice) -> int | None:
@@ -164,7 +165,7 @@ class NoTiers(PoolOnly):
     def look_ahead(self, choices: Iterable[Choice]) -> None:
         """There is nothing to bring up."""
 
-    def started(self, choice: Choice, allocate: Allocate) -> None:
+    def started(self, choice: Choice, allocate: Allocate, give_back: Callable[[int], object]) -> None:
         """Nothing was fetched."""
 
     def computes_until(self, choice: Choice) -> int | None:
@@ -261,7 +262,7 @@ class KvTiers:
         fetch = self._fetches.get(choice) or self._begin(choice)
         if fetch is None:
             return True
-        self._advance([fetch])
+        self._advance([fetch], copying=False)
         return fetch.is_ready()
 
     def look_ahead(self, choices: Iterable[Choice]) -> None:
@@ -277,12 +278,12 @@ class KvTiers:
                 else:
                     room -= fetch.bytes
 
-    def started(self, choice: Choice, allocate: Allocate) -> None:
+    def started(self, choice: Choice, allocate: Allocate, give_back: Callable[[int], object]) -> None:
         self._seen.discard(choice)
         fetch = self._fetches.get(choice)
         if fetch is not None:
             self._tell(fetch)
-            fetch.started(allocate)
+            fetch.started(allocate, give_back)
             if fetch.is_done:
                 del self._fetches[choice]
 
@@ -314,11 +315,11 @@ class KvTiers:
             self._fetches[choice] = fetch
         return fetch
 
-    def _advance(self, fetches: Sequence[Fetch]) -> None:
+    def _advance(self, fetches: Sequence[Fetch], *, copying: bool) -> None:
         for fetch in fetches:
             fetch.advance()
         if fetches:
-            self._paths.start_waiting(self._spills.reading)
+            self._paths.start_waiting(self._spills.reading, copying=copying)
         for fetch in fetches:
             fetch.advance()  # what was so quick need not wait for the next step
 
@@ -333,7 +334,7 @@ class KvTiers:
         """Takes in what has ended since the last call."""
         self._spills.settle()
         self._puts.settle()
-        self._advance([*self._fetches.values(), *self._orphans])
+        self._advance([*self._fetches.values(), *self._orphans], copying=True)
         for choice, fetch in list(self._fetches.items()):
             if choice.status is ChoiceStatus.RUNNING:
                 self._go_on(choice, fetch)

@@ -56,7 +56,7 @@ def ahead(store: Path, **options: Any) -> EngineCore:
     [
         {},
         {"max_batch_tokens": 16},
-        {"num_blocks": 8},  # preempts
+        {"num_blocks": 6},  # preempts
         {"max_running": 3},
         {"prefix_caching": False},
     ],

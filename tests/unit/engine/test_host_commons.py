@@ -145,6 +145,20 @@ def test_a_limit_of_host_memory_is_kept(store: Path) -> None:
     core.close()
 
 
+@pytest.mark.parametrize("limit", [None, 1 << 20])
+def test_a_store_is_as_large_as_it_can_promise(store: Path, limit: int | None) -> None:
+    """What the report says is coverable, the engine takes over; and no byte more."""
+    core = core_with(store, tiers=Below(shared=True, store=MemoryStore(limit=limit)))
+    size = core.commons.report().store
+    assert size == TierSize(limit, limit or 0)
+    most = limit or 0
+    core.commons.set_quotas([QuotaPolicy(namespace="a", store=TierQuota(reserved=most, limit=max(most, 1)))])
+    with pytest.raises(QuotaNotCoverable) as refusal:
+        core.commons.set_quotas([QuotaPolicy(namespace="a", store=TierQuota(reserved=most + 1))])
+    assert (refusal.value.tier, refusal.value.limit) == ("store", most)
+    core.close()
+
+
 def test_quotas_of_all_tiers_are_taken_or_none(store: Path) -> None:
     """The refusal names the tier, and counts as people set quotas: host memory in bytes."""
     core = core_with(store, policy("a", 3, None, 1))

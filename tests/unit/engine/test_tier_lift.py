@@ -28,6 +28,7 @@ class Bench:
     """A store that has blocks 0 ... 199, each full of its number; what is asked of it waits for `steps.run()`."""
 
     def __init__(self, *, slots: int = 100, blocks: int = 100) -> None:
+        self.restored: list[int] = []
         self.store, self.steps, self.clock = MemoryStore(), Steps(), HandClock()
         codec = BlockCodec(bytes(32), BYTES)
         kept = MemoryTier(self.store, codec)
@@ -47,7 +48,7 @@ class Bench:
 
     def lift(self, first: int, count: int = 1, tenant: str = "a") -> Lift:
         keys = [key(at) for at in range(first, first + count)]
-        lift = Lift(self.paths, keys, tenant, 1.0, self.kv.allocate)
+        lift = Lift(self.paths, keys, tenant, 1.0, self.kv.allocate, self.restored.append)
         lift.begin()
         return lift
 
@@ -55,7 +56,7 @@ class Bench:
         """What one step does, with all copies done."""
         for lift in lifts:
             lift.advance()
-        self.paths.start_waiting(spilling)
+        self.paths.start_waiting(spilling, copying=True)
         for lift in lifts:
             if lift.transfer is not None:
                 lift.transfer.wait()
@@ -143,7 +144,7 @@ def test_blocks_that_are_being_read_are_not_overwritten() -> None:
     for _ in range(3):
         bench.turn([lift], spilling=frozenset({1}))
     assert not lift.is_done
-    assert bench.kv.usage().active == 0
+    assert len(lift.held) == 2
     bench.turn([lift])
     assert lift.is_done
     assert lift.here
@@ -172,3 +173,72 @@ def test_a_lift_may_be_stopped_at_any_time(when: str, monkeypatch: pytest.Monkey
     usage = bench.host.usage()
     assert (usage.held, usage.writing) == (0, 0)
     bench.kv.check_integrity([])
+
+
+def test_a_block_that_host_memory_has_behind_a_gap_leaks_no_slot() -> None:
+    """It ends what is loaded in one go; the slots behind it are given back, and what was there is used after all."""
+    bench = Bench()
+    given = bench.host.reserve([key(1)])
+    reserved = [reservation for reservation in given if reservation is not None]
+    bench.arena.bytes_of(reserved[0].slot)[:] = bytes([1]) * BYTES
+    bench.host.commit(reserved)
+    lift = bench.lift(0, 4)
+    for _ in range(3):
+        bench.turn([lift])
+        bench.steps.run()
+    assert lift.is_done
+    assert list(lift.origins.values()) == ["store", "host"]
+    assert lift.fates == {}
+    assert bench.host.usage().writing == 0
+    again = bench.lift(0, 4, tenant="b")
+    for _ in range(3):
+        bench.turn([lift, again])
+        bench.steps.run()
+    assert len(again.origins) == 4
+    assert [bench.bytes_at(key(at).id) for at in range(4)] == [0, 1, 2, 3]
+    bench.host.check_integrity()
+
+
+def test_who_waits_for_another_ones_load_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tenants wait for a block that somebody is writing, as much as may move at a time; a third one loads."""
+    monkeypatch.setattr("lamina.engine.tier_lift._MAX_LOAD_BYTES", 2 * BYTES)
+    bench = Bench()
+    assert bench.host.reserve([key(2)]) != [None]
+    waiting = [bench.lift(2, tenant=tenant) for tenant in "ab"]
+    others: list[Lift] = []
+    for at in range(5):
+        others.append(bench.lift(50 + at, tenant="c"))
+        for _ in range(3):
+            bench.turn([*waiting, *others])
+            bench.steps.run()
+    assert all(lift.is_done for lift in others)
+    assert not any(lift.is_done for lift in waiting)
+
+
+def test_device_blocks_that_are_still_read_are_kept_and_not_asked_for_twice() -> None:
+    bench = Bench(blocks=4)
+    lift = bench.lift(0, 2)
+    bench.turn([lift])
+    bench.steps.run()
+    bench.turn([lift], spilling=frozenset(range(4)))
+    first = lift.held
+    bench.turn([lift], spilling=frozenset(range(4)))
+    assert lift.held == first
+    assert len(first) == 2
+    assert bench.restored in ([], [0])
+    bench.turn([lift])
+    assert list(lift.here.values()) == first
+
+
+def test_a_lift_that_ends_early_gives_its_device_blocks_back() -> None:
+    bench = Bench(blocks=4)
+    lift = bench.lift(0, 2)
+    bench.turn([lift])
+    bench.steps.run()
+    bench.turn([lift], spilling=frozenset(range(4)))
+    lift.cancel()
+    assert lift.is_done
+    assert bench.restored[-1] == 2
+    assert bench.kv.usage().free == 4
+    bench.kv.check_integrity([])
+    bench.host.check_integrity()
