@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["NoServer", "Server", "find_server", "site_of"]
 
 _TIMEOUT_S = 60.0
+_ELSEWHERE = frozenset({301, 302, 303, 307, 308})  # statuses that send to another address
 
 
 class NoServer(LaminaError):
@@ -32,8 +33,8 @@ class Server:
 
         self.url = url.rstrip("/")
         self._door = OperatorDoor(secret)
-        # Never through a proxy: a ticket is for this server.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        # Never through a proxy, nor where an answer sends: a ticket is for this server.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _StayHere())
 
     def get(self, path: str) -> dict[str, Any]:
         return self._call(path, None)
@@ -52,6 +53,13 @@ class Server:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise NoServer(f"No server answers at {self.url} ({_why(error)}). Start one: lamina serve") from error
         return found
+
+
+class _StayHere(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error like any other status; urllib would follow it, and send Authorization along."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
 
 
 async def site_of(access: Access) -> tuple[Path, bytes]:
@@ -94,6 +102,12 @@ def _refusal(error: urllib.error.HTTPError, url: str) -> LaminaError:
             return NotFound(message)
         case 503:
             return EngineUnavailable(message)
+        case code if code in _ELSEWHERE:
+            where = error.headers.get("Location", "it does not say where")
+            return InvalidRequest(
+                f"The server at {url} sends elsewhere ({code}: {where}). A ticket is for one server, so this was not "
+                "followed. Name the right one with --url."
+            )
         case code if code < 500:
             return InvalidRequest(message)
     return LaminaError(message)

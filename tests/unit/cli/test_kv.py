@@ -129,14 +129,20 @@ def test_blocks_say_where_or_why(run: dict[str, Any], line: tuple[str, ...]) -> 
 
 
 class _Scripted(BaseHTTPRequestHandler):
-    status, body = 200, b"{}"
+    status, body, location = 200, b"{}", ""
     seen: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.seen.append(self.headers["authorization"].removeprefix("Bearer "))
         self.send_response(self.status)
+        if self.location:
+            self.send_header("Location", self.location)
         self.end_headers()
         self.wfile.write(self.body)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.do_GET()
 
     def log_message(self, *_: object) -> None:
         """Quiet."""
@@ -180,6 +186,19 @@ def test_refusals_keep_their_message(
     handler.body = b"<html>"
     with pytest.raises(kind):
         server.get("/operator/kv")
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_ticket_goes_nowhere_else(scripted: tuple[Server, type[_Scripted]], status: int, host: str) -> None:
+    """Whoever answers may send a browser on, but not this: it would hand over what opens the door."""
+    server, handler = scripted
+    port = server.url.rpartition(":")[2]
+    handler.status, handler.location = status, f"http://{host}:{port}/elsewhere"
+    for call in (lambda: server.get("/operator/kv"), lambda: server.post("/operator/kv/verify", {})):
+        with pytest.raises(InvalidRequest, match=f"{status}: http://{host}:{port}/elsewhere"):
+            call()
+    assert len(handler.seen) == 2  # one each, for what was asked
 
 
 def test_what_is_no_server_is_none(scripted: tuple[Server, type[_Scripted]]) -> None:
