@@ -165,7 +165,8 @@ class LmcacheTier:
         """`bytes` and `limit` are the whole server's: that is what its eviction goes by."""
         used, limit = self._wire.memory(self._config.lookup_s)
         with self._lock:
-            return TierUsage(bytes=used, limit=limit, puts=dict(self._puts), loads=dict(self._loads))
+            puts, loads = dict(self._puts), dict(self._loads)
+        return TierUsage(bytes=used, limit=limit, coverable=0, keeps_quotas=False, puts=puts, loads=loads)
 
     def close(self) -> None:
         """See StoreTier. First ours, then LMCache's: its threads wait for what our adapter has under way."""

@@ -130,6 +130,7 @@ class MemoryTier:
         return TierUsage(
             bytes=self.store.bytes,
             limit=self.store.limit,
+            coverable=self.store.limit or 0,
             blocks=len(self.store),
             by_namespace=by_namespace,
             puts=dict(self._puts),

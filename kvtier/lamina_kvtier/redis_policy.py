@@ -21,7 +21,7 @@ from lamina_kvtier.redis_plane.ledger import NO_LEDGER, LedgerCalls, Sweep
 from lamina_kvtier.redis_plane.script import ScriptCall
 from lamina_kvtier.redis_usage import ServerUsage, room_for_values
 
-__all__ = ["RedisPolicy"]
+__all__ = ["RedisPolicy", "bounded"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +54,13 @@ class RedisPolicy:
             self.ledger.policy = None if room is None else (room, self._due)
         if room is not None:
             self._install(room, self._due)  # ahead of all puts that follow: they wait in the same line
+
+    def coverable(self) -> int | None:
+        """Up to how much `set` takes over in reservations; None: the server has not said yet. Never waits."""
+        with self._lock:
+            capacity = self._capacity
+        room = self._room_as_known(capacity)
+        return None if room is None else bounded(room) or 0
 
     # Chores. See Housekeeper.
 
@@ -111,15 +118,21 @@ class RedisPolicy:
 
     def _room(self, capacity: int | None) -> int | None:
         """Bytes of values that may be kept; None: the server has to say, and does not answer."""
+        known = self._room_as_known(capacity)
+        if known is not None:
+            return known
+        self._usage.refresh(None, wait=True)
+        return self._room_as_known(capacity)
+
+    def _room_as_known(self, capacity: int | None) -> int | None:
         if capacity is not None:
             return capacity
         server_bytes = self._blocks.config.server_bytes
         if server_bytes is None:
-            if self._usage.memory is None:
-                self._usage.refresh(None, wait=True)
-            if self._usage.memory is None:
+            memory = self._usage.memory
+            if memory is None:
                 return None
-            server_bytes = self._usage.memory.limit
+            server_bytes = memory.limit
         if server_bytes is None:
             return _UNBOUNDED
         plane, codec = self._blocks.config.plane, self._blocks.codec
@@ -129,9 +142,13 @@ class RedisPolicy:
         return room_for_values(server_bytes, value_bytes, in_flight, equal_lengths=exact)
 
 
+def bounded(room: int) -> int | None:
+    """A ledger's room; None: it is that of a server that may grow for ever, and fail, so it promises nothing."""
+    return None if room >= _UNBOUNDED else room
+
+
 def _require_coverable(quotas: Mapping[str, Quota], room: int) -> None:
-    """Nothing can be promised of a server that may grow for ever, and fail."""
-    limit = 0 if room == _UNBOUNDED else room
+    limit = bounded(room) or 0
     need = sum(quota.reserved for quota in quotas.values())
     if need > limit:
         raise QuotaNotCoverable(None, limit=limit, need=need, have=limit)

@@ -27,7 +27,7 @@ from lamina_kvtier.redis_chores import RedisChores
 from lamina_kvtier.redis_plane import ErrorReply, Failure, RedisAddress, RedisPlane
 from lamina_kvtier.redis_plane.prefix_probe import PrefixProbe
 from lamina_kvtier.redis_plane.requests import Fetch
-from lamina_kvtier.redis_policy import RedisPolicy
+from lamina_kvtier.redis_policy import RedisPolicy, bounded
 from lamina_kvtier.redis_usage import ServerUsage
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally, TierUsage
 
@@ -119,19 +119,18 @@ class RedisTier:
         self._usage.refresh(None if ledger is None else self._policy.calls)
         with self._lock:
             puts, loads = dict(self._puts), dict(self._loads)
-        found, memory = self._usage.ledger, self._usage.memory
+        found, memory, coverable = self._usage.ledger, self._usage.memory, self._policy.coverable()
         if ledger is None:
             used, limit = (0, None) if memory is None else (memory.used, memory.limit)
-            return TierUsage(bytes=used, limit=limit, puts=puts, loads=loads)
+            return TierUsage(bytes=used, limit=limit, coverable=coverable, puts=puts, loads=loads)
         with ledger.lock:
             refusals, evictions = dict(ledger.refusals), dict(ledger.evictions)
-        if found is None:  # no answer yet
-            return TierUsage(bytes=0, limit=None, puts=puts, loads=loads, refusals=refusals, evictions=evictions)
         return TierUsage(
-            bytes=found.total,
-            limit=found.room,
-            blocks=found.blocks,
-            by_namespace=dict(found.by_namespace),
+            bytes=0 if found is None else found.total,  # None: no answer yet
+            limit=None if found is None else bounded(found.room),
+            coverable=coverable,
+            blocks=None if found is None else found.blocks,
+            by_namespace={} if found is None else dict(found.by_namespace),
             puts=puts,
             loads=loads,
             refusals=refusals,

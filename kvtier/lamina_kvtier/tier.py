@@ -91,6 +91,8 @@ class TierUsage:
 
     bytes: int
     limit: int | None  # None: not known, or none
+    coverable: int | None = None  # of it could be promised to all namespaces together; None: not known
+    keeps_quotas: bool = True  # False: it does not know who pays, so it can hold nobody to a limit either
     blocks: int | None = None
     by_namespace: Mapping[str, int] = field(default_factory=dict)  # bytes, where known
     puts: Mapping[Outcome, int] = field(default_factory=dict)  # blocks since the start, by outcome

@@ -306,6 +306,7 @@ class TierSize:
 
     capacity: int | None
     coverable: int | None
+    limits: bool = True  # False: it can hold nobody to a limit, because it does not know who pays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,8 +376,9 @@ class PrefixExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyOrder:
-    """Check `count` blocks of a tier from `start` on, or with a `seed` as many at random.
+    """Check `count` blocks of a tier, or with a `seed` as many at random.
 
+    `start` 0 begins a run over what there is then; it goes on with the `following` of the report before.
     Tier `gpu` has no block to read: its books are checked, and those of all tiers with it.
     """
 
@@ -395,4 +397,4 @@ class VerifyReport:
     checked: int = 0
     absent: int = 0
     violations: tuple[str, ...] = ()
-    following: int | None = None  # where to go on; None: that was all
+    following: int | None = None  # `start` of the run's next batch; None: that was all

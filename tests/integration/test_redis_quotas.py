@@ -130,6 +130,35 @@ def test_a_server_without_maxmemory_promises_nothing(redis_server: EmbeddedValke
         told.set_quotas({"ann": quota(reserved=10_000, limit=10_000)})
 
 
+def test_what_is_said_to_be_coverable_is_what_is_taken_over(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Before any quotas and under them; of a server without maxmemory nothing is, and it has no limit."""
+    tier = connect(redis_server.address)
+    coverable = tier.usage().coverable
+    assert coverable is not None
+    tier.set_quotas({"ann": Quota(coverable, coverable)})
+    with pytest.raises(QuotaNotCoverable):
+        tier.set_quotas({"ann": Quota(coverable + 1, coverable + 1)})
+    assert tier.settle(PATIENCE_S)
+    usage = tier.usage()
+    assert (usage.limit, usage.coverable, usage.keeps_quotas) == (coverable, coverable, True)
+    tell(redis_server, b"CONFIG", b"SET", b"maxmemory", b"0")
+    unbounded = connect(redis_server.address)
+    assert (unbounded.usage().limit, unbounded.usage().coverable) == (None, 0)
+    unbounded.set_quotas({"ann": quota(limit=2)})
+    assert unbounded.settle(PATIENCE_S)
+    assert (unbounded.usage().limit, unbounded.usage().coverable) == (None, 0)
+
+
+def test_a_server_that_is_away_says_nothing(connect: Connect) -> None:
+    """Unless the settings do."""
+    nowhere = RedisAddress(host="127.0.0.1", port=9)
+    brief = replace(CONFIG, lookup_s=0.2)
+    assert connect(nowhere, brief).usage().coverable is None
+    told = connect(nowhere, replace(brief, server_bytes=2**26)).usage()
+    assert told.coverable is not None
+    assert 0 < told.coverable < 2**26
+
+
 def test_what_was_there_before_is_nobodys_and_goes_first(shared_server: EmbeddedValkey, connect: Connect) -> None:
     """Blocks of a time without quotas count, and can be found; who puts one again pays for it."""
     plain, tier = connect(shared_server.address), connect(shared_server.address)

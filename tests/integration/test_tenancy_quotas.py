@@ -158,6 +158,29 @@ async def test_each_tier_has_quotas_of_its_own(tenants: TenantService, quotas: Q
     await quotas.set("globex", host_limit_bytes=1 << 30, store_limit_bytes=1)  # a limit promises nothing
 
 
+async def test_a_store_that_keeps_no_quotas_is_given_none(tenants: TenantService, quotas: QuotaService) -> None:
+    """The engine would refuse the whole policy, everybody's: so nothing of it gets into the database."""
+    await tenants.create(name="acme")
+    sizes = {"capacity_blocks": 64, "coverable_blocks": 60, "block_bytes": 100, "block_tokens": 16}
+    store = TierSize(1 << 30, 0, limits=False)
+    await quotas.note_pool(**sizes, store=store)
+    pool = await quotas.pool()
+    assert pool is not None
+    assert pool.store == store
+    with pytest.raises(QuotaNotCoverable, match="redis://") as uncovered:
+        await quotas.set("acme", store_reserved_bytes=1)
+    assert (uncovered.value.tier, uncovered.value.limit) == ("store", 0)
+    with pytest.raises(InvalidRequest, match="redis://") as unlimited:
+        await quotas.set("acme", store_limit_bytes=1)
+    assert unlimited.value.param == "store_limit_bytes"
+    assert (await quotas.list())[0].updated_at is None
+    await quotas.set("acme", reserved_blocks=1)
+    await quotas.note_pool(**sizes, store=TierSize(None, 0))  # a server without maxmemory: limits hold
+    with pytest.raises(QuotaNotCoverable, match="LAMINA_KV_STORE_BYTES"):
+        await quotas.set("acme", store_reserved_bytes=1)
+    await quotas.set("acme", store_limit_bytes=1)
+
+
 async def test_host_memory_is_reserved_in_whole_blocks(tenants: TenantService, quotas: QuotaService) -> None:
     """As the engine does it: what was taken here, it must be able to cover."""
     for name in "abc":

@@ -203,6 +203,7 @@ def test_promises_by_namespace_are_refused_rather_than_broken(server: EmbeddedVa
     with pytest.raises(InvalidQuota, match="LMCache"):
         tier.set_quotas({}, capacity=1 << 30)
     assert tier.forget("a").result(PATIENCE_S) == Tally(0, Outcome.REFUSED)
+    assert (tier.usage().coverable, tier.usage().keeps_quotas) == (0, False)
 
 
 # A sick server

@@ -88,6 +88,26 @@ async def test_quotas_of_the_pool_survive_those_of_the_tiers(empty_database_url:
     await database.close()
 
 
+async def test_tiers_that_are_known_already_take_limits(empty_database_url: str) -> None:
+    """0004: until a server says otherwise. An older server, which knows nothing of it, can still write its row."""
+    await migrate.upgrade(empty_database_url, "0003")
+    database = Database.open(empty_database_url)
+    columns = "name, capacity, coverable, block_bytes, block_tokens, seen_at"
+    for number, name in enumerate(("store", "host")):
+        async with database.transaction() as session:
+            row = f"('{name}', 64, 60, 4096, 16, '2030-01-02 03:04:05+00:00')"
+            await session.execute(text(f"INSERT INTO kv_pools ({columns}) VALUES {row}"))
+        await migrate.upgrade(empty_database_url, "0004")
+        async with database.session() as session:
+            limits = (await session.execute(text("SELECT limits FROM kv_pools"))).scalars().all()
+            assert list(map(bool, limits)) == [True] * (number + 1)
+    await migrate.downgrade(empty_database_url, "0003")
+    async with database.session() as session:
+        found = (await session.execute(text("SELECT * FROM kv_pools ORDER BY name"))).keys()
+        assert set(found) == set(columns.split(", "))
+    await database.close()
+
+
 async def test_models_equal_head(database_url: str) -> None:
     """Autogenerate finds no difference between the migrated schema and the models."""
 

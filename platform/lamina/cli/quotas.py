@@ -47,7 +47,7 @@ def set_(
 
     Blocks are those of the device pool. Host memory and store are counted in bytes, and host memory is kept in whole
     blocks: what is reserved rounds up, the limits round down. Refused if all reservations together exceed what a tier
-    can cover, once a server has said how large it is.
+    can cover, once a server has said how large it is; a store of LMCache's covers nothing, and holds nobody to a limit.
 
     Example: lamina quotas set acme --reserved-blocks 2000 --limit-blocks 8000 --pin-limit-blocks 500
 

@@ -85,7 +85,7 @@ class Commons:
             tenants=self._tenants(usage),
             pins=tuple(map(self._state, self._pins.listing())),
             host=None if self._host is None else self._host.size,
-            store=None if usage is None else TierSize(usage.limit, usage.limit),
+            store=None if usage is None else TierSize(usage.limit, usage.coverable, usage.keeps_quotas),
         )
 
     def _tenants(self, store: TierUsage | None) -> tuple[TenantBlocks, ...]:

@@ -20,6 +20,7 @@ from sqlalchemy import (
     String,
     TypeDecorator,
     UniqueConstraint,
+    true,
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -181,6 +182,7 @@ class PoolRow(Base):
     name: Mapped[str] = mapped_column(String(32), primary_key=True)  # device, host, store
     capacity: Mapped[int | None] = mapped_column(BigInteger)  # none: the store does not say
     coverable: Mapped[int | None] = mapped_column(BigInteger)
+    limits: Mapped[bool] = mapped_column(server_default=true())  # false: it can hold nobody to a limit
     block_bytes: Mapped[int] = mapped_column(BigInteger)
     block_tokens: Mapped[int]
     seen_at: Mapped[datetime] = mapped_column(UtcDateTime)

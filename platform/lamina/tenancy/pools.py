@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import InstrumentedAttribute
 
-from lamina.errors import QuotaNotCoverable
+from lamina.errors import InvalidRequest, QuotaNotCoverable
 from lamina.tenancy.models import PoolRow, QuotaRow
 from lamina.tenancy.records import PoolRecord
 from lamina.types import QuotaPolicy, TierSize
@@ -19,6 +19,7 @@ from lamina.types import QuotaPolicy, TierSize
 __all__ = ["note_pools", "read_pools", "require_coverable"]
 
 _DEVICE, _HOST, _STORE = "device", "host", "store"
+_OTHER_STORE = "LMCache's format has no quotas: use a redis:// store for them."
 
 
 async def note_pools(session: AsyncSession, pool: PoolRecord) -> None:
@@ -35,7 +36,7 @@ async def note_pools(session: AsyncSession, pool: PoolRecord) -> None:
                 await session.delete(row)
             continue
         row = row or PoolRow(name=name)
-        row.capacity, row.coverable = size.capacity, size.coverable
+        row.capacity, row.coverable, row.limits = size.capacity, size.coverable, size.limits
         row.block_bytes, row.block_tokens, row.seen_at = pool.block_bytes, pool.block_tokens, pool.seen_at
         session.add(row)
 
@@ -58,7 +59,7 @@ async def read_pools(session: AsyncSession) -> PoolRecord | None:
 
 
 def _size(row: PoolRow | None) -> TierSize | None:
-    return None if row is None else TierSize(row.capacity, row.coverable)
+    return None if row is None else TierSize(row.capacity, row.coverable, row.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class _Tier:
 async def require_coverable(session: AsyncSession, tenant_id: str, wanted: QuotaPolicy) -> None:
     """Raises QuotaNotCoverable, naming the tier, if the other tenants do not leave what is to be reserved.
 
+    Raises InvalidRequest for a limit of a store that can hold nobody to one: the engine would refuse the whole policy.
     Before a server has run nobody knows, and the first one will say.
     """
     pool = await read_pools(session)
@@ -85,6 +87,11 @@ async def require_coverable(session: AsyncSession, tenant_id: str, wanted: Quota
     await _require(session, tenant_id, wanted.gpu.reserved, _device(pool))
     await _require(session, tenant_id, wanted.host.reserved, _host(pool))
     await _require(session, tenant_id, wanted.store.reserved, _store(pool))
+    if wanted.store.limit is not None and pool.store is not None and not pool.store.limits:
+        raise InvalidRequest(
+            f"The server's store does not know who pays for a block, so it can hold nobody to a limit. {_OTHER_STORE}",
+            param="store_limit_bytes",
+        )
 
 
 def _device(pool: PoolRecord) -> _Tier:
@@ -104,7 +111,13 @@ def _store(pool: PoolRecord) -> _Tier:
     if pool.store is None:
         remedy = "The server has no store: set LAMINA_KV_STORE_URL and start it first."
         return _Tier("store", "bytes of the store", 0, column, param, remedy=remedy)
-    return _Tier("store", "bytes of the store", pool.store.coverable, column, param)
+    size = pool.store
+    if not size.limits:
+        return _Tier("store", "bytes of the store", 0, column, param, remedy=_OTHER_STORE)
+    if size.coverable == 0:
+        remedy = "The store has no maxmemory: set it there, or LAMINA_KV_STORE_BYTES, and start the server first."
+        return _Tier("store", "bytes of the store", 0, column, param, remedy=remedy)
+    return _Tier("store", "bytes of the store", size.coverable, column, param)
 
 
 async def _require(session: AsyncSession, tenant_id: str, reserved: int, tier: _Tier) -> None:

@@ -101,6 +101,12 @@ def test_blocks_expire() -> None:
     assert (tier.usage().bytes, tier.usage().blocks) == (0, 0)
 
 
+def test_only_a_store_with_a_limit_promises_anything() -> None:
+    for limit, coverable in ((None, 0), (10 * VALUE_BYTES, 10 * VALUE_BYTES)):
+        usage = MemoryTier(MemoryStore(limit=limit), CODEC).usage()
+        assert (usage.limit, usage.coverable, usage.keeps_quotas) == (limit, coverable, True)
+
+
 def test_usage_is_known_by_namespace() -> None:
     tier = MemoryTier(MemoryStore(), CODEC)
     put(tier, [*keys(2, "ann"), *keys(1, "bob")], blocks(3))
