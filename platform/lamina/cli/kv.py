@@ -234,8 +234,9 @@ def verify(
 ) -> None:
     """Check a running server's tiers: all books, and what lies in host memory and in the store.
 
-    Books are checked between two steps. Host memory is compared with a fingerprint taken when each block arrived;
-    blocks of the store are loaded, and their headers and checksums compared. Exits 1 if anything is wrong.
+    Books are checked in one go between two steps, and all requests wait for it: about 70 ms per 10,000 blocks. Host
+    memory is compared with a fingerprint taken when each block arrived; blocks of the store are loaded, and their
+    headers and checksums compared. Exits 1 if anything is wrong.
 
     Example: lamina kv verify
 
