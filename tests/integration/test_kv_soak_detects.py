@@ -119,7 +119,7 @@ def misses_of_the_store_are_taken_for_blocks(patch: pytest.MonkeyPatch) -> type[
             tier = super().store_tier(codec)
             if self.fault_tier is not None:
                 load = self.fault_tier.load
-                patch.setattr(self.fault_tier, "load", lambda ids, into: _AllWell(load(ids, into)))
+                patch.setattr(self.fault_tier, "load", lambda *asked, **more: _AllWell(load(*asked, **more)))
             return tier
 
     return Below

@@ -335,9 +335,7 @@ class Scheduler:
         self.queue.remove(choice)
         charge = self.admission.start(choice)
         choice.table = BlockTable(self.kv.acquire(choice.known_ids(self._block_size), charge))
-        self._tiers.started(
-            choice, partial(self.admission.allocate, choice), partial(self.admission.give_back, choice)
-        )
+        self._tiers.started(choice, partial(self.admission.allocate, choice), partial(self.admission.give_back, choice))
         choice.published = len(choice.table)
         choice.computed = len(choice.table) * self._block_size
         choice.status = ChoiceStatus.RUNNING

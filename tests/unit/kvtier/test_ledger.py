@@ -340,3 +340,36 @@ def test_charges_are_those_of_the_units(used: dict[str, Any]) -> None:
     books.charge("a", 5)
     with pytest.raises(IntegrityError, match="is charged for"):
         books.check_integrity(used)
+
+
+def test_nothing_can_be_promised_where_more_was_promised_than_there_is() -> None:
+    """Idle units that were counted on may have been taken without a promise since."""
+    books = ledger(10, 0, b=Quota(0, 4))
+    books.reserve("a", 8)
+    books.charge("b", 6)
+    for name in ("a", "b", "c"):
+        assert books.reserve(name, 0).pending == 0
+    with pytest.raises(OutOfBlocks):
+        books.reserve("c", 1)
+    with pytest.raises(OverLimit):
+        books.reserve("b", 1)
+
+
+def test_what_an_assured_request_gives_back_unused_is_its_own_still() -> None:
+    """Whether it was promised or ahead: nobody else may claim that part of the reservation meanwhile."""
+    books = ledger(20, 0, a=Quota(10, 20))
+    charge = books.reserve("a", 4, ahead=6, assured=True)
+    books.extend(charge, 2)
+    books.commit(charge, 6)
+    books.uncharge("a", 6)
+    assert books.account("a").spoken_for == 4
+    books.expect(charge, 6)
+    assert (books.account("a").spoken_for, charge.pending, charge.ahead) == (10, 0, 10)
+    plain = books.reserve("a", 3)
+    books.commit(plain)
+    books.uncharge("a", 3)
+    books.expect(plain, 3)
+    assert books.account("a").spoken_for == 10
+    books.refund(charge)
+    assert books.account("a").spoken_for == 0
+    books.check_integrity({})
