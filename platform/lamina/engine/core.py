@@ -504,11 +504,13 @@ class EngineCore:
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Ends all requests and the loader thread."""
+        """Ends all requests and the loader thread, and lets go of weights and pool. Nothing may be called after it."""
         for request_id in list(self._requests):
             self.cancel(request_id)
         self._adapters.close()
         self._tiers.close()
+        # Weights and pool go now: the parts of an engine refer to each other, and would wait for the garbage collector.
+        del self._runner, self._sampler
 
 
 def _rows(logits: Tensor, families: Sequence[Sequence[Choice]]) -> Tensor:

@@ -123,15 +123,14 @@ def assemble(
     )
     store, geometry = AdapterStore(config.adapters), shape.geometry()
     parts = (backend or choose_backend(device, config.kernels)).parts(model, pool, config)
+    table = parts.table  # `load` must not hold all parts: a closed engine lets go of its weights and its pool
 
     def load(digest: str) -> PreparedAdapter:
         folder = store.path(digest)
         weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest, base=base)
-        return prepare_adapter(weights, parts.table)
+        return prepare_adapter(weights, table)
 
-    loads = AdapterLoads(
-        store, load, parts.table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters
-    )
+    loads = AdapterLoads(store, load, table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters)
     quotas = QuotaBook(num_blocks, headroom=min(config.max_running, num_blocks // _HEADROOM_PART))
     ghosts = Ghosts(segments_for(min(num_blocks, _MAX_GHOSTS)))
     kv = KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas, ghosts=ghosts)

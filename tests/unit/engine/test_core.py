@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from fixtures.engines import collect, drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.engine.core import EngineCore
+from lamina.engine.runner import EagerRunner
 from lamina.errors import ContextLengthExceeded, EngineOverloaded, InvalidRequest, LimitExceeded, NotFound
 from lamina.types import FinishReason, GenerationRequest
 
@@ -371,3 +374,20 @@ def test_stats_add_up(store: Path, digests: list[str]) -> None:
     assert stats.generation_tokens == sum(map(len, tokens.values()))
     assert stats.finished == len(items)
     assert (stats.running, stats.waiting, stats.blocks_active) == (0, 0, 0)
+
+
+def test_a_closed_engine_lets_go_of_weights_and_pool_at_once(tmp_path: Path) -> None:
+    """Not when the garbage collector comes by: they are gigabytes, and whoever closes one engine may open another."""
+    core = tiny_core(tmp_path)
+    drive(core, [request("a", [5, 6, 7])])
+    runner = core._runner
+    assert isinstance(runner, EagerRunner)
+    large = [weakref.ref(runner._model), weakref.ref(runner._pool)]
+    gc.collect()
+    gc.disable()
+    try:
+        del runner
+        core.close()
+        assert [reference() for reference in large] == [None, None]
+    finally:
+        gc.enable()
