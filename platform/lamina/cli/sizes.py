@@ -27,10 +27,11 @@ def parse_size(text: str, *, option: str) -> int:
 
 
 def size(number: int) -> str:
-    """For people: exact if that is short, else to three digits."""
+    """For people: exact if that is short, else to three digits, or four."""
     scaled, unit = float(number), "B"
     for larger in _UNITS:
         if scaled < 1024:
             break
         scaled, unit = scaled / 1024, larger
-    return f"{scaled:.4g} {unit}" if scaled == int(scaled) else f"{scaled:.3g} {unit}"
+    digits = 3 if scaled < 1000 and scaled != int(scaled) else 4  # 1023.75 has four before the point
+    return f"{scaled:.{digits}g} {unit}"
