@@ -44,10 +44,6 @@ class StepPlan:
     preempted: list[Choice] = field(default_factory=list)  # back in the queue, without blocks
 
     @property
-    def is_empty(self) -> bool:
-        return not self.chunks and not self.failures
-
-    @property
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)
 
