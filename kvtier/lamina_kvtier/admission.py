@@ -35,8 +35,7 @@ class Decision:
     """`need` units were wanted, `have` can be had now (NEVER: at most, ever), `limit` is the bound that was applied.
 
     `ahead`: units that it may come to use beyond those. `entitled`: with them all it stays within its namespace's
-    reservation, which nobody may keep from it. `preempt`: it waits all the same, because this other namespace uses more
-    than its own; taking that back is how the reservation is kept.
+    reservation, which nobody may keep from it: if it has to wait all the same, others use more than they reserved.
     """
 
     verdict: Verdict
@@ -48,7 +47,6 @@ class Decision:
     ahead: int = 0
     entitled: bool = False
     retry_after_s: float | None = None
-    preempt: str | None = None
     decision_id: str = field(default_factory=new_decision_id)
 
     @property

@@ -74,8 +74,7 @@ class Ledger:
     `capacity - (sum of held - own held) - own firm`, bounded by its limit. The same sum with pending units in it
     answers what may still be admitted.
 
-    Everything is O(1) except `furthest_over`, `admit` when it names a namespace to preempt (both O(namespaces with
-    units)), a change of all policies, and `check_integrity`. Not thread-safe.
+    Everything is O(1) except a change of all policies and `check_integrity`. Not thread-safe.
     """
 
     def __init__(
@@ -141,18 +140,6 @@ class Ledger:
         account = self.account(namespace)
         return self.book.capacity - (self._held - account.held) - account.firm
 
-    def furthest_over(self, *, besides: str | None = None) -> str | None:
-        """Whose requests to preempt: the namespace in use that is furthest over its share, by name among equals.
-
-        None if nobody (but `besides`) is over its reservation with units that are in use. O(namespaces with units).
-        """
-        over = [
-            (-account.over_share, account.namespace)
-            for account in self._accounts.values()
-            if account.namespace != besides and account.firm > 0 and account.committed > account.quota.reserved
-        ]
-        return min(over)[1] if over else None
-
     # --- admission ----------------------------------------------------------------------------------------
 
     def admit(
@@ -217,7 +204,6 @@ class Ledger:
             ahead=ahead,
             entitled=entitled,
             retry_after_s=self.retry_after_s(need - have) if waits else None,
-            preempt=self.furthest_over(besides=account.namespace) if waits and entitled else None,
         )
 
     def _room(self, account: Account) -> tuple[int, int]:

@@ -175,7 +175,8 @@ class PinMachine(RuleBasedStateMachine):
         except OutOfBlocks as refusal:
             self.ledger.refund(running.charge)
             if not isinstance(refusal, OverLimit):
-                assert self.ledger.furthest_over() is not None
+                accounts = self.ledger.accounts.values()
+                assert any(account.firm > 0 and account.committed > account.quota.reserved for account in accounts)
             running.ids = running.ids[: len(running.table)]
 
     @precondition(lambda self: self.running)

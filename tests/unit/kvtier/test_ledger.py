@@ -123,10 +123,6 @@ def test_over_share_is_weighed() -> None:
     books.charge("a", 16)
     books.charge("b", 2)
     assert (books.over_share("a"), books.over_share("b"), books.over_share("c")) == (3.0, 2.0, 0.0)
-    assert books.furthest_over() == "a"
-    assert books.furthest_over(besides="a") == "b"
-    books.rest("b", 2)
-    assert books.furthest_over(besides="a") is None, "nothing of b is in use"
 
 
 def test_what_others_hold_within_their_reservation_is_out_of_reach() -> None:
@@ -266,14 +262,13 @@ def test_what_may_not_wait_is_refused_with_a_time() -> None:
     assert decision.decision_id != books.admit("b", 5).decision_id
 
 
-def test_within_its_reservation_a_namespace_learns_whom_to_preempt() -> None:
-    """The furthest over its share, whose use alone keeps it waiting."""
-    books = ledger(a=Quota(reserved=40, limit=100), c=Quota(reserved=30, limit=30))
+def test_within_its_reservation_a_request_is_entitled_although_it_waits() -> None:
+    """So the scheduler may make room for it; one unit more, and it waits like others."""
+    books = ledger(a=Quota(reserved=40, limit=100))
     books.charge("b", 80)
-    books.charge("c", 5)
-    decision = books.admit("a", 40)
-    assert (decision.verdict, decision.preempt) == (Verdict.QUEUE, "b")
-    assert books.admit("a", 41).preempt is None, "beyond its reservation it waits like others"
+    within, beyond = books.admit("a", 40), books.admit("a", 41)
+    assert (within.verdict, within.entitled) == (Verdict.QUEUE, True)
+    assert (beyond.verdict, beyond.entitled) == (Verdict.QUEUE, False)
 
 
 def test_retry_after_follows_the_rate_of_releases() -> None:
