@@ -11,7 +11,7 @@ from typing import Any, cast
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice, ChoiceStatus, RequestState
 from lamina.engine.scheduler import Scheduler
-from lamina.engine.tiers import TierGate
+from lamina.engine.tier_protocol import TierGate
 from lamina.types import GenerationRequest, SamplingParams
 from lamina_kvtier import IdentityChain, KvManager, Quota, QuotaBook
 

@@ -27,7 +27,7 @@ from lamina.engine.sampler import Sampled, StepSampler
 from lamina.engine.sampling_params import validate
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.scheduler import Scheduler
-from lamina.engine.tiers import Tiers
+from lamina.engine.tier_protocol import Tiers
 from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest, LimitExceeded
 from lamina.types import (
     AdapterRunning,

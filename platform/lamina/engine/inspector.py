@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from lamina.engine.commons import Commons, RootOf
 from lamina.engine.errands import Errand
 from lamina.engine.explain import Explainer
 from lamina.engine.locate import Locate
+from lamina.engine.tier_protocol import Below
 from lamina.engine.verify import Verifier
 from lamina.types import PrefixExplanation, PrefixOrder, PrefixReport, VerifyOrder, VerifyReport
 from lamina_kvtier.identity import IdentityChain
 from lamina_kvtier.manager import KvManager
-
-if TYPE_CHECKING:  # it loads torch, which the engine's twin does without
-    from lamina.engine.tiers import Below
 
 __all__ = ["Inspector"]
 

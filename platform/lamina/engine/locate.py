@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lamina.engine.explain import Explainer
 from lamina.engine.prefix_lookup import Miss
+from lamina.engine.tier_protocol import Below
 from lamina.types import BlockRun
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import Operation, Outcome, Tally
-
-if TYPE_CHECKING:  # it loads torch, which the engine's twin does without
-    from lamina.engine.tiers import Below
 
 __all__ = ["Locate", "Located"]
 

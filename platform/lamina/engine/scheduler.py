@@ -13,7 +13,7 @@ from lamina.engine.load_cost import LoadCost
 from lamina.engine.plan import Chunk, StepPlan
 from lamina.engine.queue import FairQueue
 from lamina.engine.request import BlockTable, Choice, ChoiceStatus
-from lamina.engine.tiers import NoTiers, TierGate
+from lamina.engine.tier_protocol import NoTiers, TierGate
 from lamina.errors import LaminaError
 from lamina_kvtier.admission import Cause, Decision, Verdict
 from lamina_kvtier.blocks import CopyOnWrite

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 
 from lamina.engine.request import Choice
 from lamina.engine.tier_lift import Lift, LiftPaths
+from lamina.engine.tier_protocol import Allocate
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.policies import LoadChoice
 from lamina_kvtier.reasons import Reason, reason_of
 from lamina_kvtier.tier import BlockKey, Operation, Outcome, Tally
 
-__all__ = ["Allocate", "Fetch", "begin"]
-
-Allocate = Callable[[int], list[int]]  # so many device blocks for a running choice, out of what it was promised
+__all__ = ["Fetch", "begin"]
 
 _LIFT_BYTES = 16 << 20  # enough for full speed, and small enough that the first blocks come soon and others get a turn
 _PROBE_BLOCKS = 8

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from lamina.engine.errands import Errand, Known
+from lamina.engine.tier_protocol import Below
 from lamina.engine.verify_runs import Batch, Runs
 from lamina.errors import InvalidRequest
 from lamina.types import VerifyOrder, VerifyReport
@@ -13,9 +13,6 @@ from lamina_kvtier.errors import IntegrityError
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.tier import Operation, Outcome, StoreTier
-
-if TYPE_CHECKING:  # it loads torch, which the engine's twin does without
-    from lamina.engine.tiers import Below
 
 __all__ = ["Verifier"]
 

@@ -12,7 +12,8 @@ from lamina.engine.fingerprint import fingerprint_of
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
 from lamina.engine.store_memory import StoreMemory
-from lamina.engine.tiers import KvTiers, NoTiers, Tiers
+from lamina.engine.tier_protocol import NoTiers, Tiers
+from lamina.engine.tiers import KvTiers
 from lamina.errors import ConfigurationInvalid
 from lamina.wiring.block_store import open_store
 from lamina.wiring.memory_left import host_bytes

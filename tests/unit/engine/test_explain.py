@@ -17,7 +17,7 @@ from lamina.engine.inspector import Inspector
 from lamina.engine.request import BlockTable, Choice, RequestState
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.store_memory import StoreMemory
-from lamina.engine.tiers import Below as BelowDevice
+from lamina.engine.tier_protocol import Below as BelowDevice
 from lamina.types import CachedTokens, GenerationRequest, PrefixOrder, SamplingParams, VerifyOrder
 from lamina_kvtier.ghosts import Ghosts, segments_for
 from lamina_kvtier.host_tier import HostTier

@@ -13,9 +13,8 @@ import pytest
 from fixtures.engines import Outputs, collect, drive, request, tiny_core
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice
-from lamina.engine.tier_fetch import Allocate
+from lamina.engine.tier_protocol import Allocate, NoTiers
 from lamina.engine.tier_spill import Puts
-from lamina.engine.tiers import NoTiers
 from lamina.types import GenerationRequest, QuotaPolicy, TierQuota
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
 from lamina_kvtier import KvManager, Quota

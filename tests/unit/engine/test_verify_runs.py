@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lamina.engine.tiers import Below
+from lamina.engine.tier_protocol import Below
 from lamina.engine.verify import Verifier
 from lamina.engine.verify_runs import Runs
 from lamina.errors import InvalidRequest
