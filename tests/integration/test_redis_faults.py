@@ -17,7 +17,7 @@ import pytest
 from fixtures.redis import redis_servers, running_redis, tell
 from lamina.wiring.valkey import EmbeddedValkey
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
-from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress, State
+from lamina_kvtier.redis_plane import Backoff, Batch, Fetch, PlaneConfig, RedisAddress, RedisPlane, State
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.tier import BlockKey, Outcome, Tally
 from support.fault_proxy import FaultProxy, Faults
@@ -341,6 +341,67 @@ def test_answers_out_of_step_are_noticed(scripted: ScriptedRedis, connect: Conne
     tier = connect(scripted.url)
     assert load(tier, names, room(4, SIZE)) == (Outcome.CORRUPT,) * 4
     assert scripted.connections >= 2
+
+
+@pytest.fixture
+def plane(scripted: ScriptedRedis) -> Iterator[RedisPlane]:
+    """One lane, so that all replies stand in one queue."""
+    plane = RedisPlane(RedisAddress.parse(scripted.url), PlaneConfig(lanes=1, backoff=Backoff(first_s=0.01)))
+    yield plane
+    plane.close()
+
+
+def _fetch(*names: bytes) -> Batch[list[bytes | None]]:
+    """The values of these keys, one byte each; None where there was no reply."""
+    found = {name: bytearray(1) for name in names}
+    fetches = [Fetch(name, 1, lambda _, name=name: [memoryview(found[name])]) for name in names]
+
+    def conclude() -> list[bytes | None]:
+        return [
+            bytes(found[name]) if hasattr(each.result, "taken") else None
+            for name, each in zip(names, fetches, strict=True)
+        ]
+
+    return Batch(fetches, time.monotonic() + PATIENCE_S, conclude)
+
+
+def test_a_batch_ends_with_its_own_last_reply(scripted: ScriptedRedis, plane: RedisPlane) -> None:
+    """Replies are accounted for many at a time, and yet nobody waits for those of somebody else behind them."""
+    both_there, release = threading.Event(), threading.Event()
+
+    def answer(command: list[bytes]) -> bytes:
+        (release if command[1].startswith(b"late") else both_there).wait(PATIENCE_S)
+        return b"$1\r\n%b\r\n" % command[1][-1:]
+
+    scripted.script = answer
+    first, second = _fetch(b"soon-1", b"soon-2", b"soon-3"), _fetch(b"late-1", b"late-2")
+    plane.move(first)
+    plane.move(second)
+    both_there.set()
+    assert first.result(PATIENCE_S) == [b"1", b"2", b"3"]
+    assert not second.done()
+    release.set()
+    assert second.result(PATIENCE_S) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("replies", [1, 3, 5])
+def test_replies_before_a_lost_connection_count_once(scripted: ScriptedRedis, plane: RedisPlane, replies: int) -> None:
+    """What was answered is not asked again; the rest is, over a new connection."""
+    left = [replies]
+
+    def answer(command: list[bytes]) -> bytes | None:
+        left[0] -= 1
+        return None if left[0] == -1 else b"$1\r\n%b\r\n" % command[1][-1:]
+
+    scripted.script = answer
+    names = [b"key-%d" % number for number in range(6)]
+    batch = _fetch(*names)
+    plane.move(batch)
+    assert batch.result(PATIENCE_S) == [name[-1:] for name in names]
+    counters = plane.counters()
+    assert (counters.answered, counters.retried, counters.moved_bytes) == (6, 6 - replies, 6)
+    asked = [command[1] for command in scripted.commands if command[0] == b"GET"]
+    assert all(asked.count(name) == 1 for name in names[:replies])
 
 
 def test_redis_before_resp3_and_before_users(scripted: ScriptedRedis, connect: Connect) -> None:

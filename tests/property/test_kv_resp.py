@@ -45,7 +45,8 @@ class Pieces:
             self.pieces.insert(0, rest)
         return len(taken)
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
+        assert size == sum(map(len, into))
         for view in into:
             self.largest = max(self.largest, len(view))
             while len(view):
@@ -163,8 +164,8 @@ def test_a_value_is_received_without_a_byte_of_the_next_reply() -> None:
             assert len(into) <= len(b"$300\r\n")
             return super().receive(into)
 
-        def receive_all(self, into: Sequence[memoryview]) -> None:
-            assert sum(map(len, into)) == 302
+        def receive_all(self, into: Sequence[memoryview], size: int) -> None:
+            assert size == sum(map(len, into)) == 302
             for view in into:
                 super().receive(view) if len(view) <= 6 else Pieces.receive(self, view)
 

@@ -54,13 +54,13 @@ class Connection:
         """From now on all waiting ends at `deadline`."""
         self._stream.until(deadline)
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Raises OSError."""
-        self._stream.send(frames)
+    def send(self, frames: Sequence[Frame], size: int) -> None:
+        """`size`: bytes, of all frames together. Raises OSError."""
+        self._stream.send(frames, size)
 
     def ask(self, command: bytes) -> Reply:
         """One command, one reply, with nothing else under way. Raises OSError or ProtocolError."""
-        self._stream.send([command])
+        self._stream.send([command], len(command))
         return self.reader.read()
 
     def is_stale(self) -> bool:

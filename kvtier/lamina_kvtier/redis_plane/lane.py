@@ -13,13 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from lamina_kvtier.redis_plane.address import RedisAddress
 from lamina_kvtier.redis_plane.breaker import Backoff, Breaker, State
 from lamina_kvtier.redis_plane.connection import Connection
 from lamina_kvtier.redis_plane.resp import Bounds, ProtocolError
 from lamina_kvtier.redis_plane.stream import Frame
-from lamina_kvtier.redis_plane.work import Failure, Request, Step, WorkQueue
+from lamina_kvtier.redis_plane.work import Batch, Failure, Request, Step, WorkQueue
 
 __all__ = ["Lane", "LaneCounters", "Server"]
 
@@ -127,17 +128,15 @@ class Lane:
         return True
 
     def _exchange(self, connection: Connection | None) -> None:
-        """Fills the window, then receives until half of it is free: one visit to the queue serves many requests."""
+        """Fills the window, then receives until more can be sent: one visit to the queue serves many requests."""
         assert connection is not None
         try:
             self._send(connection)
             while self._pending:
-                if not self._receive(connection, self._pending[0]):
+                if not self._receive(connection, self._pending[0].batch):
                     self._disconnect()
                     self._release(list(self._pending))
-                elif (
-                    self._pending_bytes <= self._window_bytes // 2 and len(self._pending) <= self._window_requests // 2
-                ):
+                elif self._may_send():
                     break
         except (OSError, ProtocolError) as error:
             self._lose(str(error) or type(error).__name__, retry=True)
@@ -160,26 +159,48 @@ class Lane:
             frames += new
             size += sum(map(len, new))
             if size >= _TOGETHER:
-                connection.send(frames)
+                connection.send(frames, size)
                 frames, size = [], 0
         if frames:
-            connection.send(frames)
+            connection.send(frames, size)
 
-    def _receive(self, connection: Connection, request: Request) -> bool:
-        """Reads the oldest reply; False if none after it can be trusted."""
-        step = request.receive(connection.reader)
-        self._pending.popleft()
-        self._pending_bytes -= request.cost
-        if self._pending and self._pending[0].batch is not request.batch:
+    def _receive(self, connection: Connection, batch: Batch[Any]) -> bool:
+        """Reads replies until another batch's follow or more can be sent: one account for many requests.
+
+        False if no reply after these can be trusted.
+        """
+        pending, reader = self._pending, connection.reader
+        step = Step.DONE
+        answered: list[Request] = []
+        try:
+            while pending and pending[0].batch is batch:
+                request = pending[0]
+                step = request.receive(reader)
+                pending.popleft()
+                self._pending_bytes -= request.cost
+                answered.append(request)
+                if step is not Step.DONE or self._may_send():
+                    break
+        finally:
+            if answered:
+                self._account(answered, again=step is Step.AGAIN)
+        if pending:
             self._keep_time(connection)
-        self._server.breaker.succeeded()
-        self.counters.answered += 1
-        self.counters.moved_bytes += request.cost
-        if step is Step.AGAIN:
-            self._queue.give_back([request])
-        else:
-            self._queue.end(request)
         return step is not Step.DISTRUST
+
+    def _account(self, answered: list[Request], *, again: bool) -> None:
+        """Of requests of one batch whose replies came; `again`: the last of them has more to ask."""
+        self._server.breaker.succeeded()
+        self.counters.answered += len(answered)
+        self.counters.moved_bytes += sum(request.cost for request in answered)
+        if again:
+            self._queue.give_back([answered.pop()])
+        self._queue.answered(answered)
+
+    def _may_send(self) -> bool:
+        """There is something, and half of the window is free."""
+        free = self._pending_bytes <= self._window_bytes // 2 and len(self._pending) <= self._window_requests // 2
+        return free and self._queue.has_some()
 
     def _keep_time(self, connection: Connection) -> None:
         """The first deadline of all that is under way counts: none may end late because another has more time."""

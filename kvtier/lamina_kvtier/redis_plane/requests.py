@@ -38,7 +38,7 @@ class Store(Request):
 
     def frames(self) -> Sequence[Frame]:
         parts = self._value()
-        head, tail = encode_set(self._key, sum(len(part) for part in parts), self._ttl_ms)
+        head, tail = encode_set(self._key, sum(map(len, parts)), self._ttl_ms)
         return [head, *parts, tail]
 
     def receive(self, reader: ReplyReader) -> Step:

@@ -30,6 +30,7 @@ __all__ = [
 
 CRLF = b"\r\n"
 _BULK = ord("$")
+_OK = b"+OK\r\n"
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,19}", re.ASCII)
 
 
@@ -78,8 +79,8 @@ class Source(Protocol):
         """Waits for at least one byte; how many were written to the front of `into`."""
         ...
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
-        """Fills every view."""
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
+        """Fills every view, `size` bytes together."""
         ...
 
 
@@ -122,7 +123,7 @@ class ReplyReader:
     After an exception the stream is out of step for good: close the connection.
     """
 
-    __slots__ = ("_bounds", "_buffer", "_end", "_source", "_start", "_tail", "_view")
+    __slots__ = ("_bounds", "_buffer", "_crlf", "_end", "_head", "_head_of", "_source", "_start", "_tail", "_view")
 
     def __init__(self, source: Source, bounds: Bounds | None = None) -> None:
         self._source = source
@@ -130,7 +131,9 @@ class ReplyReader:
         self._buffer = bytearray(self._bounds.line + len(CRLF))
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # what was received and not yet read
-        self._tail = memoryview(bytearray(CRLF))  # the end of line behind a bulk comes here
+        self._crlf = bytearray(CRLF)  # the end of line behind a bulk comes here
+        self._tail = memoryview(self._crlf)
+        self._head_of, self._head = -1, b""  # a value's length, and how a reply of that length begins
 
     @property
     def unread(self) -> int:
@@ -139,11 +142,16 @@ class ReplyReader:
 
     def read(self) -> Reply:
         """The next reply. Raises ProtocolError, or what the source raises."""
+        if self._start == self._end:
+            self._start, self._end = 0, self._source.receive(self._view)
+        if self._buffer.startswith(_OK, self._start, self._end):  # the common case in few steps
+            self._start += len(_OK)
+            return b"OK"
         while True:
             line = self._line(len(self._buffer))
-            if line[:1] not in (b">", b"|"):
-                return self._reply(line, _Budget(self._bounds.elements), 0)
-            self._reply(line, _Budget(self._bounds.elements), 0)  # out of band, and not asked for
+            reply = self._reply(line, _Budget(self._bounds.elements), 0)
+            if not line.startswith((b">", b"|")):  # out of band, and not asked for
+                return reply
 
     def read_value(self, expected: int, place: Place) -> ValueReply | ErrorReply:
         """The next reply, which is a value, nothing, or an error.
@@ -152,7 +160,32 @@ class ReplyReader:
         place, and no byte past it is received. A value that its place refuses is read past up to `bounds.drain` bytes.
         Raises ProtocolError, ValueTooLong beyond that, or what the source raises.
         """
-        line = self._line(len(b"$%d\r\n" % expected))
+        if expected != self._head_of:
+            self._head_of, self._head = expected, b"$%d\r\n" % expected
+        length = expected if self._begins_as_expected() else self._length()
+        if not isinstance(length, int):
+            return length
+        views = place(length)
+        if views is None:
+            self._skip(length)
+        else:
+            self._fill(views, length)
+        return ValueReply(length, views is not None)
+
+    def _begins_as_expected(self) -> bool:
+        """The common case in few steps: nothing is buffered, and the line that begins a value of that length comes."""
+        if self._start < self._end:
+            return False
+        want = len(self._head)
+        self._start, self._end = 0, self._source.receive(self._view[:want])
+        if self._end < want or not self._buffer.startswith(self._head):
+            return False
+        self._end = 0
+        return True
+
+    def _length(self) -> int | ValueReply | ErrorReply:
+        """Of the value that follows, or what there is instead of one."""
+        line = self._line(len(self._head))
         kind = line[:1]
         if kind == b"-":
             return _error(line[1:])
@@ -160,13 +193,7 @@ class ReplyReader:
             return _NO_VALUE
         if kind != b"$":
             raise ProtocolError(f"a value was expected, not {_shown(line)}")
-        length = _count(line)
-        views = place(length)
-        if views is None:
-            self._skip(length)
-        else:
-            self._fill(views, length)
-        return ValueReply(length, views is not None)
+        return _count(line)
 
     def _line(self, want: int) -> bytes:
         """The next line without its end. At most `want` bytes are received at a time: no value behind it with them."""
@@ -231,15 +258,19 @@ class ReplyReader:
         """Fills the views with the next `length` bytes, and reads the end of line behind them."""
         if sum(map(len, views)) != length:
             raise ValueError(f"{length} bytes do not fit a place of {[len(view) for view in views]}")
-        whole = [*views, self._tail]
-        rest = self._from_buffer(whole) if self._start < self._end else whole
-        if rest:
-            self._source.receive_all(rest)
-        if self._tail != CRLF:
-            raise ProtocolError(f"a bulk that goes on after its {length} bytes: {_shown(bytes(self._tail))}")
+        whole: Sequence[memoryview] = [*views, self._tail]
+        left = length + len(CRLF)
+        if self._start < self._end:
+            whole = self._from_buffer(whole)
+            left = sum(map(len, whole))
+        if whole:
+            self._source.receive_all(whole, left)
+        if self._crlf != CRLF:
+            raise ProtocolError(f"a bulk that goes on after its {length} bytes: {_shown(bytes(self._crlf))}")
 
-    def _from_buffer(self, views: list[memoryview]) -> list[memoryview]:
+    def _from_buffer(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
         """Copies what was received already; what is left to fill."""
+        views = list(views)
         while views and self.unread:
             part = min(len(views[0]), self.unread)
             views[0][:part] = self._view[self._start : self._start + part]
@@ -262,7 +293,7 @@ class ReplyReader:
 
     def _piece(self, view: memoryview) -> None:
         if rest := self._from_buffer([view]):
-            self._source.receive_all(rest)
+            self._source.receive_all(rest, sum(map(len, rest)))
 
 
 class _Budget:

@@ -22,6 +22,7 @@ Frame = bytes | memoryview
 T = TypeVar("T", bound=Frame)
 
 _MOST_FRAMES = 512  # buffers in one system call; 1024 are allowed
+_UNIX_BUFFER = 1 << 20  # bytes: fewer turns of us and the server for one block. TCP sizes its buffers itself
 _SLACK_S = 0.02  # a kernel timer that ends this much past the deadline is not set anew
 _SHORTEST_S = 0.001  # zero would mean "for ever"
 
@@ -37,16 +38,16 @@ class Stream(Protocol):
         """From now on all waiting ends at `deadline`, in seconds of time.monotonic()."""
         ...
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        """Sends all of them; they may be changed when it returns."""
+    def send(self, frames: Sequence[Frame], size: int) -> None:
+        """Sends all of them, `size` bytes together; they may be changed when it returns."""
         ...
 
     def receive(self, into: memoryview) -> int:
         """At least one byte."""
         ...
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
-        """Fills every view."""
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
+        """Fills every view, `size` bytes together."""
         ...
 
     def is_stale(self) -> bool:
@@ -76,7 +77,9 @@ def open_stream(address: RedisAddress, tls: ssl.SSLContext | None, deadline: flo
 
 
 def _connect_unix(path: str, deadline: float) -> socket.socket:
-    return _connected(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), path, deadline)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)  # the system may grant less
+    return _connected(sock, path, deadline)
 
 
 def _connect_tcp(host: str, port: int, deadline: float) -> socket.socket:
@@ -110,38 +113,37 @@ class _PlainStream:
         self._socket = sock
         self._deadline = 0.0
         self._timer_s = 0.0  # what the kernel was told
+        self._fits_from = self._fits_until = 0.0  # when that ends at the deadline, or not long after it
 
     def until(self, deadline: float) -> None:
         self._deadline = deadline
+        self._fit()
 
-    def send(self, frames: Sequence[Frame]) -> None:
-        for first in range(0, len(frames), _MOST_FRAMES):
-            rest = frames[first : first + _MOST_FRAMES]
-            while rest:
-                self._arm()
-                try:
-                    sent = self._socket.sendmsg(rest)
-                except BlockingIOError:
-                    raise TimeoutError("the server took nothing more before the deadline") from None
-                rest = _after(rest, sent)
+    def send(self, frames: Sequence[Frame], size: int) -> None:
+        if len(frames) > _MOST_FRAMES:
+            for first in range(0, len(frames), _MOST_FRAMES):
+                part = frames[first : first + _MOST_FRAMES]
+                self.send(part, sum(map(len, part)))
+            return
+        sent = self._sendmsg(frames)
+        while sent < size:
+            frames, size = _after(frames, sent), size - sent
+            sent = self._sendmsg(frames)
 
     def receive(self, into: memoryview) -> int:
-        self._arm()
+        if not self._fits_from <= time.monotonic() < self._fits_until:
+            self._arm()
         try:
             got = self._socket.recv_into(into)
         except BlockingIOError:
             raise TimeoutError("nothing came before the deadline") from None
-        return _some(got)
+        return got or _lost()
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
-        rest: Sequence[memoryview] = into
-        while rest:
-            self._arm()
-            try:
-                got, _, _, _ = self._socket.recvmsg_into(rest, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise TimeoutError("a value did not end before the deadline") from None
-            rest = _after(rest, _some(got))
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
+        got = self._recvmsg(into)
+        while got < size:
+            into, size = _after(into, got), size - got
+            got = self._recvmsg(into)
 
     def is_stale(self) -> bool:
         return _peek(self._socket) is not None
@@ -153,15 +155,33 @@ class _PlainStream:
     def close(self) -> None:
         self._socket.close()
 
+    def _sendmsg(self, frames: Sequence[Frame]) -> int:
+        if not self._fits_from <= time.monotonic() < self._fits_until:
+            self._arm()
+        try:
+            return self._socket.sendmsg(frames)
+        except BlockingIOError:
+            raise TimeoutError("the server took nothing more before the deadline") from None
+
+    def _recvmsg(self, into: Sequence[memoryview]) -> int:
+        if not self._fits_from <= time.monotonic() < self._fits_until:
+            self._arm()
+        try:
+            return self._socket.recvmsg_into(into, 0, socket.MSG_WAITALL)[0] or _lost()
+        except BlockingIOError:
+            raise TimeoutError("a value did not end before the deadline") from None
+
     def _arm(self) -> None:
-        """Sets the kernel's timers, unless they end at the deadline or not long after it as they are."""
-        left = self._deadline - time.monotonic()
-        if 0 < left <= self._timer_s <= left + _SLACK_S:
-            return
+        """Sets the kernel's timers anew. Raises TimeoutError past the deadline."""
         self._timer_s = left = _left(self._deadline)
         timeval = struct.pack("ll", int(left), int(left % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+        self._fit()
+
+    def _fit(self) -> None:
+        self._fits_from = self._deadline - self._timer_s
+        self._fits_until = min(self._fits_from + _SLACK_S, self._deadline)
 
 
 class _TlsStream:
@@ -174,16 +194,16 @@ class _TlsStream:
     def until(self, deadline: float) -> None:
         self._deadline = deadline
 
-    def send(self, frames: Sequence[Frame]) -> None:
+    def send(self, frames: Sequence[Frame], size: int) -> None:
         for frame in frames:
             self._socket.settimeout(_left(self._deadline))
             self._socket.sendall(frame)
 
     def receive(self, into: memoryview) -> int:
         self._socket.settimeout(_left(self._deadline))
-        return _some(self._socket.recv_into(into))
+        return self._socket.recv_into(into) or _lost()
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
         for view in into:
             rest = view
             while len(rest):
@@ -209,16 +229,12 @@ def _left(deadline: float) -> float:
     return max(left, _SHORTEST_S)
 
 
-def _some(received: int) -> int:
-    if received == 0:
-        raise ConnectionLost("the server closed the connection")
-    return received
+def _lost() -> int:
+    raise ConnectionLost("the server closed the connection")
 
 
 def _after(parts: Sequence[T], done: int) -> Sequence[T | memoryview]:
     """What is left of `parts` behind the first `done` bytes."""
-    if done == sum(map(len, parts)):
-        return ()
     for index, part in enumerate(parts):
         if done < len(part):
             return [memoryview(part)[done:], *parts[index + 1 :]]

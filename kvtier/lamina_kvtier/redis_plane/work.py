@@ -171,6 +171,10 @@ class WorkQueue:
             self._changed.wait_for(lambda: self._closed or self._drop_ended())
             return not self._closed
 
+    def has_some(self) -> bool:
+        """Without the lock: withdrawn requests count, and in the next moment it may be otherwise."""
+        return bool(self._requests)
+
     def take(self, room: int, most: int, *, at_least_one: bool) -> list[Request]:
         """A fair share of what is queued, at most `most` requests that cost `room` bytes together. Never waits."""
         taken: list[Request] = []
@@ -202,11 +206,17 @@ class WorkQueue:
         for request in hopeless:
             self.end(request, request.batch.withdrawn or Failure.CANCELLED)
 
-    def end(self, request: Request, failure: Failure | None = None) -> None:
-        """A lane is finished with a request that it took. `failure`: without a reply."""
+    def answered(self, requests: Sequence[Request]) -> None:
+        """A lane has received all replies to these requests that it took, all of one batch."""
+        for request in requests:
+            request._state = _State.ENDED
+        if requests:
+            requests[0].batch.ended(len(requests))
+
+    def end(self, request: Request, failure: Failure) -> None:
+        """A lane gives up a request that it took."""
         request._state = _State.ENDED
-        if failure is not None:
-            request.fail(failure)
+        request.fail(failure)
         request.batch.ended()
 
     def withdraw(self, batch: Batch[T], failure: Failure) -> None:

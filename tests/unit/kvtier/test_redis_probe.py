@@ -23,7 +23,7 @@ class _Source:
         into[: len(taken)] = taken
         return len(taken)
 
-    def receive_all(self, into: Sequence[memoryview]) -> None:
+    def receive_all(self, into: Sequence[memoryview], size: int) -> None:
         for view in into:
             assert self.receive(view) == len(view)
 
