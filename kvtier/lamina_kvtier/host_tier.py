@@ -138,6 +138,22 @@ class HostTier:
         self.release(known)
         return reserved
 
+    def reserve_beside_others(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
+        """As `reserve`, but out of free slots and the namespace's own: nobody else loses a block for these.
+
+        All are of one namespace. None: known already, or there is no such room for it, nor for those after it; that is
+        not counted as a refusal.
+        """
+        known = [slot for key in keys if (slot := self._books.index.block_of(key.id)) is not None]
+        self.hold(known)
+        given: list[Reservation | None] = []
+        for key in keys:
+            if not self.knows(key.id) and not self._has_room_beside_others(key.namespace):
+                break
+            given.append(self._reserve(key))
+        self.release(known)
+        return [*given, *[None] * (len(keys) - len(given))]
+
     def commit(self, reservations: Sequence[Reservation]) -> None:
         """They are written: found from now on, unless forgotten meanwhile. In the table's order."""
         self._end(reservations)
@@ -357,6 +373,13 @@ class HostTier:
                 self._refuse(key, Reason.PRESSURE)
                 return None
         return books.free.pop()
+
+    def _has_room_beside_others(self, namespace: str) -> bool:
+        """Whether `_take` will find some, after the namespace's own oldest victim has gone if it must."""
+        books = self._books
+        if not self._policy.may_grow(namespace, books.charged):
+            return books.victims.count(namespace) > 0
+        return bool(books.free) or self._evict(namespace, Reason.PRESSURE)
 
     def _evict(self, owner: str | None, reason: Reason) -> bool:
         """The owner's oldest victim, if there is one."""

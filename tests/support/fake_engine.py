@@ -151,6 +151,9 @@ class FakeCore:
         events, self.outbox = self.outbox, []
         return events
 
+    def idle(self) -> float | None:
+        return None
+
     def stats(self) -> EngineStats:
         return EngineStats(
             running=len(self.choices),

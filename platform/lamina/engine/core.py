@@ -287,6 +287,13 @@ class EngineCore:
         events, self._outbox = self._outbox, []
         return events
 
+    def idle(self) -> float | None:
+        """While there is no work: goes on with what no request waits for, within bounds. In how many seconds to call it
+        again; None: only after another step."""
+        again = self._tiers.idle()
+        self._clear_deleted()
+        return again
+
     def _refuse_overdue(self) -> None:
         """Ends requests that waited too long, before their first token."""
         for request_id, arrival in self._patience.overdue():

@@ -4,7 +4,7 @@
         take every message that has come
         go on with errands: answers that wait for a store
         one step, if there is work; its events leave as one message
-        otherwise sleep until a message or a signal comes
+        otherwise sleep until a message or a signal comes, or what no request waits for may go on
 
 All calls of the core come from this one thread. A second thread only sends heartbeats.
 """
@@ -91,6 +91,8 @@ class Core(Protocol):
 
     def step(self) -> list[TokenEvent]: ...
 
+    def idle(self) -> float | None: ...
+
     def stats(self) -> EngineStats: ...
 
     def check_integrity(self) -> None: ...
@@ -106,7 +108,7 @@ class EngineServer:
         self._link = link
         self._pulse = pulse
         self._stopping = False
-        self._unchecked = False  # whether requests ran since the last check of the books
+        self._unchecked_since: float | None = None  # when the last step was, if the books were not checked after it
         self._errands: dict[int, Errand[PrefixExplanation] | Errand[VerifyReport]] = {}  # by call
         self._open: dict[str, int] = {}  # request id -> choices not yet finished
 
@@ -135,8 +137,8 @@ class EngineServer:
             self._idle()
 
     def _step(self) -> None:
-        self._unchecked = True
         events = self._core.step()
+        self._unchecked_since = time.monotonic()
         if not events:
             return
         self._link.send(Events(tuple(events)))
@@ -145,14 +147,25 @@ class EngineServer:
                 self._finished(event.request_id)
 
     def _idle(self) -> None:
-        self._pulse.turned(busy=False)
         if self._errands:
-            self._link.wait(_ERRAND_S)
+            self._sleep(_ERRAND_S)
             return
-        if self._link.wait(_IDLE_CHECK_S if self._unchecked else None):
-            return
-        self._core.check_integrity()
-        self._unchecked = False
+        until_check = self._seconds_until_check()
+        if until_check is not None and until_check <= 0:
+            self._core.check_integrity()
+            self._unchecked_since = until_check = None
+        pauses = [pause for pause in (self._core.idle(), until_check) if pause is not None]
+        self._sleep(min(pauses, default=None))
+
+    def _seconds_until_check(self) -> float | None:
+        """None: the books are those that were checked last."""
+        since = self._unchecked_since
+        return None if since is None else since + _IDLE_CHECK_S - time.monotonic()
+
+    def _sleep(self, seconds: float | None) -> None:
+        """Until a message or a signal comes, or the time is over."""
+        self._pulse.turned(busy=False)
+        self._link.wait(seconds)
 
     def _handle(self, message: ToCore) -> None:
         match message:

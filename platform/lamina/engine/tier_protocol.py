@@ -116,6 +116,11 @@ class Tiers(TierGate, TiersBelow, Protocol):
         """A step of so many tokens was launched and took so long."""
         ...
 
+    def idle(self) -> float | None:
+        """Goes on between requests with what none of them waits for. In how many seconds to call it again; None: only
+        after another step."""
+        ...
+
     def forget(self, ids: Sequence[BlockId]) -> None:
         """What was saved of these blocks may not be what they should be: the step that computed them failed."""
         ...
@@ -176,6 +181,9 @@ class NoTiers(PoolOnly):
 
     def after_step(self, tokens: int, seconds: float) -> None:
         """Nothing is spilled."""
+
+    def idle(self) -> float | None:
+        return None
 
     def forget(self, ids: Sequence[BlockId]) -> None:
         """Nothing was saved."""

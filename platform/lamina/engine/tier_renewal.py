@@ -46,9 +46,15 @@ class Renewals:
         self._probe_at = clock() + _PROBE_S
         self._surprises = memory.surprises
         self._slots: Iterator[int] = iter(())  # still to be looked at
+        self._is_looking = False  # whether there may be some
         self._found: deque[BlockKey] = deque()
         self._retry_at: float | None = None
         self._retry_s = _RETRY_S
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it waits for an answer, or has more to look at."""
+        return bool(self._probes or self._found or self._is_looking)
 
     def settle(self) -> None:
         """Takes in what the store has answered, and asks it if it is time."""
@@ -65,10 +71,11 @@ class Renewals:
 
     def next(self, count: int, under_way: Collection[BlockId]) -> list[BlockKey]:
         """Up to `count` blocks of one namespace to put, most recently used first, head before tail."""
-        for slot in islice(self._slots, _LOOK if len(self._found) < count else 0):
-            key = self._host.key_of(slot)
-            if key is not None and self._wants(key):
-                self._found.append(key)
+        if self._is_looking and len(self._found) < count:
+            slots = list(islice(self._slots, _LOOK))
+            self._is_looking = len(slots) == _LOOK
+            keys_there = (key for slot in slots if (key := self._host.key_of(slot)) is not None)
+            self._found.extend(filter(self._wants, keys_there))
         keys: dict[BlockId, BlockKey] = {}
         while self._found and len(keys) < count:
             key = self._found[0]
@@ -81,7 +88,7 @@ class Renewals:
 
     def failed(self) -> None:
         """A put did not work out, for no reason of the block's own: later, all that is missing then."""
-        self._slots = iter(())
+        self._is_looking = False
         self._found.clear()
         if self._retry_at is None:
             self._retry_at = self._clock() + self._retry_s
@@ -94,6 +101,7 @@ class Renewals:
     def _begin(self) -> None:
         """Goes over host memory once, the most recently used first; then what is held, pinned or older than those."""
         self._slots = chain(self._host.newest(_NEWEST), range(self._host.num_slots))
+        self._is_looking = True
         self._found.clear()
         self._retry_at = None
 

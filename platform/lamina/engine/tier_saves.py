@@ -1,23 +1,109 @@
-"""Blocks of the device that are no victims, on their way to the store: pins keep them, or requests use them.
+"""Blocks of the device that are no victims, on their way down all the same.
 
 What a pin keeps never has to leave the device, and what every request uses does not for long: so nobody would save the
-one, nor, once the store has lost it, the other. A store outlives the engine, and serves its replicas.
+one or the other, nor put it again once the store has lost it. A store outlives the engine, and serves its replicas.
+
+    first   pins with floor `host`    into host memory, where they are kept
+            pins with floor `gpu`     through host memory into the store
+            what the store lost       the same
+    last    what is hot               the same, with as few blocks at a time as nobody else feels
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
+from lamina.engine.host_commons import HostCommons
 from lamina.engine.store_memory import StoreMemory
-from lamina_kvtier.host_tier import HostTier
+from lamina.engine.tier_hot import HotPrefixes
+from lamina.engine.tier_spill import SPILL_BATCH, Puts, Spills
+from lamina_kvtier.host_tier import HostTier, Reservation
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
+from lamina_kvtier.tier import BlockKey
 
-__all__ = ["DeviceSaves"]
+__all__ = ["DeviceSaves", "Saves"]
 
 _LOOK = 32  # blocks looked at in one step
 _PAUSE_S = 1.0  # where host memory has no room, and between looks for what the store lost
+
+
+class Saves:
+    """Starts these copies, as far as transfers may start. O(1) in a step where nothing is due."""
+
+    def __init__(
+        self,
+        kv: KvManager,
+        host: HostTier,
+        spills: Spills,
+        puts: Puts,
+        memory: StoreMemory,
+        commons_of_host: HostCommons | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """`memory`: of what is in the store. `commons_of_host`: None: host memory is what a store works through."""
+        self._kv, self._host, self._spills, self._puts = kv, host, spills, puts
+        self._commons = commons_of_host
+        self._device = DeviceSaves(kv, host, memory, clock)
+        self._hot = HotPrefixes(memory, clock, most=kv.num_blocks)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something hot waits for slack."""
+        return not self._hot.is_empty
+
+    def keep(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
+        """From now on what `pinned` names goes to the store."""
+        self._device.pinned = pinned
+
+    def found(self, namespace: str, request: int, ids: Iterable[BlockId]) -> None:
+        """See HotPrefixes."""
+        if self._puts.has_store:
+            self._hot.found(namespace, request, ids)
+
+    def kept(self) -> None:
+        """Copies down what pins keep, however much is free, and what the store lost."""
+        if self._commons is not None and self._spills.has_room:
+            due = self._commons.pins.due(SPILL_BATCH)
+            if due:
+                self._spills.save(due[::-1])
+        if self._puts.has_store and self._spills.has_room:
+            on_device = self._device.due()
+            if on_device:
+                self._spills.save_now(on_device)
+                self._device.tried(on_device)
+
+    def hot(self) -> None:
+        """Copies a few blocks down while nothing else is, and nothing that is new waits for the store."""
+        if self._hot.is_empty or self._spills.reading:
+            return
+        most = self._puts.slack()
+        if not most:
+            return
+        namespace, ids = self._hot.next(most)
+        self._puts.want([key for slot in self._in_host(ids) if (key := self._host.key_of(slot))], passing=True)
+        blocks = [block for identity in ids if (block := self._only_on_device(identity)) is not None]
+        if blocks:
+            given = self._room_for([self._spills.key_of(block) for block in blocks])
+            self._spills.copy(blocks, given, passing=True)
+            if None in given:
+                self._hot.drop(namespace)
+
+    def _in_host(self, ids: Iterable[BlockId]) -> list[int]:
+        """Slots of those that are there, and have not been put for want of room in the line."""
+        return [slot for identity in ids if not self._puts.has(identity) for slot in self._host.find([identity])]
+
+    def _only_on_device(self, identity: BlockId) -> int | None:
+        return None if self._host.knows(identity) or self._puts.has(identity) else self._kv.find(identity)
+
+    def _room_for(self, keys: Sequence[BlockKey]) -> Sequence[Reservation | None]:
+        """In place of other namespaces' blocks only what the own reservation entitles to: the device has these."""
+        if self._commons is None:
+            return self._host.reserve(keys)
+        account = self._commons.ledger.account(keys[0].namespace)
+        own = max(0, account.quota.reserved - account.committed)
+        return [*self._host.reserve(keys[:own]), *self._host.reserve_beside_others(keys[own:])]
 
 
 class DeviceSaves:

@@ -30,7 +30,7 @@ SPILL_BATCH = 256  # blocks of one transfer
 _PUT_BYTES = 16 << 20  # of one put, so that tenants take turns
 _MAX_PUT_BYTES = 256 << 20  # on their way to the store
 _MAX_QUEUED_BYTES = 256 << 20  # of one tenant, waiting for that; what comes beyond stays in host memory only
-_RENEWED_PART = 4  # of what may be on its way, and of host memory: no more than this is put once more
+_SLACK_PART = 4  # of what may be on its way, and of host memory: no more than this is for what is not new
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class _Spill:
     transfer: Transfer
     reservations: list[Reservation]
     blocks: frozenset[int]
+    passing: bool  # only on their way to the store
 
 
 class Spills:
@@ -129,20 +130,32 @@ class Spills:
     def save(self, victims: Sequence[tuple[int, BlockKey]]) -> int:
         """Copies blocks down, next victim first; returns how many had to be left for another time."""
         batch = victims[:SPILL_BATCH][::-1]  # a table's order, head first
-        given = self._host.reserve([key for _, key in batch])
-        reserved = [(block, room) for (block, _), room in zip(batch, given, strict=True) if room is not None]
+        self.copy([block for block, _ in batch], self._host.reserve([key for _, key in batch]))
+        return max(0, len(victims) - SPILL_BATCH)
+
+    def copy(self, blocks: Sequence[int], given: Sequence[Reservation | None], *, passing: bool = False) -> None:
+        """Copies blocks to the slots that they were given, head first; those without stay where they are.
+
+        `passing`: only the store wants them. Their slots are the next victims once it has them.
+        """
+        reserved = [(block, room) for block, room in zip(blocks, given, strict=True) if room is not None]
         if reserved:
             sources, reservations = [block for block, _ in reserved], [room for _, room in reserved]
             transfer = self._mover.spill(sources, [reservation.slot for reservation in reservations])
-            self._spills.append(_Spill(transfer, reservations, frozenset(sources)))
+            self._spills.append(_Spill(transfer, reservations, frozenset(sources), passing))
             self._note()
-        return max(0, len(victims) - SPILL_BATCH)
 
     def save_now(self, table: Sequence[tuple[int, BlockId]]) -> None:
         """Copies blocks down that may be overwritten in this very step, head first, as far as a transfer may start."""
         if self.has_room:
             wanted = [pair for pair in table if pair[0] not in self.reading and not self._host.knows(pair[1])]
             self.save([(block, self._key(block, identity)) for block, identity in wanted[:SPILL_BATCH][::-1]])
+
+    def key_of(self, block: int) -> BlockKey:
+        """Of a published block."""
+        identity = self._kv.identity_of(block)
+        assert identity is not None
+        return self._key(block, identity)
 
     def _choose(self, victims: Sequence[tuple[int, BlockId]], free: int) -> tuple[dict[int, BlockId], int]:
         """What to save of a queue of victims, and how many blocks may change hands before the next look at it."""
@@ -175,7 +188,7 @@ class Spills:
             return True
         self._host.commit(spill.reservations)
         self._counts["spilled"] += len(spill.reservations)
-        self._puts.want([reservation.key for reservation in spill.reservations])
+        self._puts.want([reservation.key for reservation in spill.reservations], passing=spill.passing)
         return True
 
     def _note(self) -> None:
@@ -186,7 +199,7 @@ class Spills:
 class _Put:
     keys: list[BlockKey]
     slots: list[int]
-    renews: bool  # what lies there for long already
+    passing: bool  # host memory itself has no use of it: the slots are the next victims afterwards, as they were
     operation: Operation[tuple[Outcome, ...]] | None = None
 
 
@@ -212,18 +225,41 @@ class Puts:
         self._queued: Counter[str] = Counter()  # bytes that wait, by namespace
         self._under_way: list[_Put] = []
 
-    def want(self, keys: Sequence[BlockKey], *, renews: bool = False) -> None:
-        """These blocks have come to host memory, in a table's order; or, `renews`, have to be put once more."""
+    @property
+    def has_store(self) -> bool:
+        """Or nothing is ever put."""
+        return self._store is not None
+
+    def want(self, keys: Sequence[BlockKey], *, passing: bool = False) -> None:
+        """These blocks of host memory are to be put, in a table's order. `passing`: that is no use of them there."""
         if self._store is None:
             return
         for namespace, own in _by_namespace(keys).items():
             size = max(1, _PUT_BYTES // self._arena.block_bytes)
             for start in range(0, len(own), size):
-                put = _Put(own[start : start + size], [], renews)
+                put = _Put(own[start : start + size], [], passing)
                 if self._queued[namespace] + self._bytes(put) > _MAX_QUEUED_BYTES:
                     return
                 self._queued[namespace] += self._bytes(put)
                 self._shares.want(put, namespace, self._weight(namespace), self._bytes(put))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the store is writing or being looked at, or something waits for that."""
+        renews = self._renewals is not None and self._renewals.is_busy
+        return bool(self._under_way or self._queued) or renews
+
+    def slack(self) -> int:
+        """How many blocks may be put beside what is new: none while that waits, or while much is under way."""
+        unit = self._arena.block_bytes
+        room = min(_MAX_PUT_BYTES, self._host.num_slots * unit) // _SLACK_PART
+        most = max(1, min(_PUT_BYTES, room) // unit)
+        is_quiet = not self._queued and (not self._shares.moving or self._shares.moving + most * unit <= room)
+        return most if is_quiet else 0
+
+    def has(self, identity: BlockId) -> bool:
+        """Whether the store has this block, as far as we know, or is writing it. O(blocks that are being written)."""
+        return self._memory.believes(identity) or any(key.id == identity for key in self.keys_under_way())
 
     def keys_under_way(self) -> Iterator[BlockKey]:
         """Of blocks that the store is writing."""
@@ -242,15 +278,12 @@ class Puts:
             self._start(put)
 
     def _renew(self, renewals: Renewals) -> None:
-        """Puts once more what has to be, as long as nothing new waits and little is under way."""
-        unit = self._arena.block_bytes
-        room = min(_MAX_PUT_BYTES, self._host.num_slots * unit) // _RENEWED_PART
-        most = max(1, min(_PUT_BYTES, room) // unit)
-        while not self._queued and (not self._shares.moving or self._shares.moving + most * unit <= room):
-            keys = renewals.next(most, {key.id for put in self._under_way for key in put.keys})
+        """Puts once more what has to be, as far as there is slack."""
+        while most := self.slack():
+            keys = renewals.next(most, {key.id for key in self.keys_under_way()})
             if not keys:
                 return
-            self.want(keys, renews=True)
+            self.want(keys, passing=True)
             self._start_waiting()
 
     def _start(self, put: _Put) -> None:
@@ -278,7 +311,7 @@ class Puts:
         self._counts["failed"] += len(outcomes) - len(kept)
         self._memory.note(kept)
         self._tell(outcomes)
-        if put.renews:
+        if put.passing:
             self._host.put_back(put.slots)  # the least recently used ones come last, and are the next victims again
         else:
             self._host.release(put.slots)

@@ -24,8 +24,8 @@ from lamina.engine.tier_lift import LiftPaths
 from lamina.engine.tier_protocol import Allocate, Below, TierStats
 from lamina.engine.tier_quotas import require_nothing
 from lamina.engine.tier_rates import Rates
-from lamina.engine.tier_saves import DeviceSaves
-from lamina.engine.tier_spill import SPILL_BATCH, Puts, Spills
+from lamina.engine.tier_saves import Saves
+from lamina.engine.tier_spill import Puts, Spills
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks
 from lamina_kvtier.host_tier import HostTier
 from lamina_kvtier.identity import BlockId
@@ -36,6 +36,8 @@ from lamina_kvtier.tier import BlockKey, StoreTier, TierUsage
 
 __all__ = ["KvTiers"]
 
+# Seconds between looks of an idle engine: while bytes move to the tiers below, and else, for what a store may lose.
+_BUSY_S, _QUIET_S = 0.25, 1.0
 _AHEAD_PART = 4  # of the pool no more than this part is fetched for choices that wait
 
 
@@ -71,7 +73,7 @@ class KvTiers:
         self._paths = LiftPaths(kv, host, arena, mover, store, self._counts, rates, clock, self.store_memory)
         self._puts = Puts(kv, host, arena, store, self._counts, self.store_memory, clock)
         self._spills = Spills(kv, host, mover, self._puts, self._counts, low_water=low_water)
-        self._saves = DeviceSaves(kv, host, self.store_memory, clock)
+        self._saves = Saves(kv, host, self._spills, self._puts, self.store_memory, commons_of_host, clock)
         self._fetches: dict[Choice, Fetch] = {}  # of choices that wait, and of running ones whose tail still comes
         self._seen: set[Choice] = set()  # waiting ones for which nothing was below when it was looked for ahead
         self._orphans: list[Fetch] = []  # of choices that left: their transfers have to end first
@@ -107,6 +109,8 @@ class KvTiers:
 
     def started(self, choice: Choice, allocate: Allocate, give_back: Callable[[int], object]) -> None:
         self._seen.discard(choice)
+        if choice.request.cached_tokens is None:  # else it comes back, and finds its own
+            self._found(choice, choice.known_ids(self._kv.block_size)[: len(choice.table)])
         fetch = self._fetches.get(choice)
         if fetch is not None:
             self._tell(fetch)
@@ -119,8 +123,12 @@ class KvTiers:
         return None if fetch is None else fetch.computes_until()
 
     def took(self, choice: Choice, ids: Sequence[BlockId]) -> int:
+        self._found(choice, ids)
         fetch = self._fetches.get(choice)
         return 0 if fetch is None else fetch.took(ids)
+
+    def _found(self, choice: Choice, ids: Sequence[BlockId]) -> None:
+        self._saves.found(choice.request.request.namespace, choice.request.arrival, ids)
 
     def gives_way(self, choice: Choice) -> None:
         self._spills.save_now(list(zip(choice.table, choice.chain.ids[: choice.published], strict=False)))
@@ -169,7 +177,8 @@ class KvTiers:
             if fetch.is_done:
                 fetch.let_go()
         self._orphans = [fetch for fetch in self._orphans if not fetch.is_done]
-        self._save_pinned()
+        self._saves.kept()
+        self._saves.hot()
 
     def _go_on(self, choice: Choice, fetch: Fetch) -> None:
         """Of a running choice: lets go of what it has computed itself, and of all of it once its prompt is done."""
@@ -187,25 +196,20 @@ class KvTiers:
     def after_step(self, tokens: int, seconds: float) -> None:
         """Notes how fast steps compute, and spills ahead of need."""
         self._paths.rates.computed(tokens, seconds)
-        self._save_pinned()
+        self._saves.kept()
         self._spills.after_step()
-
-    def _save_pinned(self) -> None:
-        """Copies down what pins with floor `host` keep on the device until it is below, however much is free; and what
-        else only the device has and the store should have."""
-        if self.commons_of_host is not None and self._spills.has_room:
-            due = self.commons_of_host.pins.due(SPILL_BATCH)
-            if due:
-                self._spills.save(due[::-1])
-        if self._store is not None and self._spills.has_room:
-            on_device = self._saves.due()
-            if on_device:
-                self._spills.save_now(on_device)
-                self._saves.tried(on_device)
 
     def save_pins(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
         """See TiersBelow."""
-        self._saves.pinned = pinned
+        self._saves.keep(pinned)
+
+    def idle(self) -> float | None:
+        """Nobody may ask for hours: what is on its way down arrives, and the store gets back what it lost."""
+        self.settle()
+        self._spills.after_step()
+        if self._spills.reading or self._puts.is_busy or self._saves.is_waiting:
+            return _BUSY_S
+        return None if self._store is None else _QUIET_S
 
     def forget(self, ids: Sequence[BlockId]) -> None:
         """In every tier."""
