@@ -133,6 +133,22 @@ class NaiveHost:
             self.reserve_one(key, reservation)
         self.release(known)
 
+    def reserve_beside_others(self, keys: Sequence[BlockKey], granted: Sequence[Reservation | None]) -> None:
+        known = [slot for key in keys if (slot := self.slot_of(key.id, "known")) is not None]
+        self.hold(known)
+        for at, key in enumerate(keys):
+            is_new = self.slot_of(key.id, "known", "writing") is None
+            own = next((slot for slot in self.order if self.entries[slot].key.namespace == key.namespace), None)
+            is_at_limit = self.charged()[key.namespace] >= self.limits[key.namespace]
+            is_full = len(self.entries) == self.num_slots
+            if is_new and own is None and (is_at_limit or is_full):
+                assert list(granted[at:]) == [None] * len(granted[at:])
+                break
+            if is_new and own is not None and is_full and not is_at_limit:
+                self.lose(own, Reason.PRESSURE)
+            self.reserve_one(key, granted[at])
+        self.release(known)
+
     def reserve_one(self, key: BlockKey, reservation: Reservation | None) -> None:
         if self.slot_of(key.id, "known", "writing") is not None:
             assert reservation is None
@@ -272,13 +288,17 @@ class HostMachine(RuleBasedStateMachine):
             self.seen[key.id] = keys[: at + 1]
         return keys
 
-    @rule(target=writes, table=tables, skip=st.integers(0, 2))
-    def reserve(self, table: tuple[str, list[int]], skip: int) -> list[Reservation]:
+    @rule(target=writes, table=tables, skip=st.integers(0, 2), beside_others=st.booleans())
+    def reserve(self, table: tuple[str, list[int]], skip: int, beside_others: bool) -> list[Reservation]:
         """Blocks may come without their heads: those spill tail first."""
         keys = self.keys(table)[0 if self.closed else skip :]
         prefix = self.hold(table) if self.closed else []
-        granted = self.real.reserve(keys)
-        self.naive.reserve(keys, granted)
+        if beside_others:
+            granted = self.real.reserve_beside_others(keys)
+            self.naive.reserve_beside_others(keys, granted)
+        else:
+            granted = self.real.reserve(keys)
+            self.naive.reserve(keys, granted)
         written = [reservation for reservation in granted if reservation is not None]
         for reservation in written:
             self.arena[reservation.slot] = POISON

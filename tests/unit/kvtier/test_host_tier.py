@@ -274,6 +274,29 @@ def test_at_its_limit_a_namespace_evicts_its_own() -> None:
     assert tier.refusals == {("ann", Reason.OWN_QUOTA): 1}
 
 
+def test_what_comes_beside_others_takes_nothing_of_theirs() -> None:
+    """What is free, then its own oldest; then nothing, and nobody has been refused anything."""
+    tier, _ = quotas(6, ann=Quota(0, 6), bob=Quota(0, 6))
+    store(tier, 10, 11, 12, namespace="bob")
+    store(tier, 1, 2)
+    given = tier.reserve_beside_others([key(number) for number in range(20, 26)])
+    assert [room is not None for room in given] == [True, True, True, False, False, False]
+    tier.commit([room for room in given if room is not None])
+    assert there(tier, 10, 11, 12) == [10, 11, 12]
+    assert there(tier, 1, 2, 20, 21, 22) == [20, 21, 22]
+    assert not tier.refusals
+    assert tier.evictions == {("ann", Reason.PRESSURE): 2}
+
+
+def test_what_comes_beside_others_keeps_within_the_limit() -> None:
+    tier, _ = quotas(8, ann=Quota(0, 2))
+    given = tier.reserve_beside_others([key(number) for number in range(3)])
+    assert [room is not None for room in given] == [True, True, False]
+    tier.commit([room for room in given if room is not None])
+    assert tier.reserve_beside_others([key(9)])[0] is not None
+    assert tier.evictions == {("ann", Reason.OWN_QUOTA): 1}
+
+
 def test_until_quotas_are_loaded_the_oldest_goes() -> None:
     """A restart costs nobody what a quota would have kept."""
     order = ReclaimOrder(2, Ledger(QuotaBook(2)))
