@@ -127,11 +127,13 @@ class KvManager:
         """Up to `count` evictable blocks with their identities, in the order in which allocations will take them.
 
         Under quotas: first what owners have beyond their reservations, as it would go block by block, then what only
-        their own requests can take, least recently used first. Changes nothing. O(free + count), and once O(namespaces)
-        under quotas.
+        their own requests can take, least recently used first. Changes nothing. O(free + count), and under quotas
+        O(log namespaces) for each block.
         """
-        blocks = self._cached_in_order() if self._owned is None else self._owned.in_order(self._cached_in_order())
-        return [(block, self._identity(block)) for block in itertools.islice(blocks, max(0, count))]
+        in_order = self._cached_in_order()
+        count = max(0, count)
+        blocks = itertools.islice(in_order, count) if self._owned is None else self._owned.in_order(count, in_order)
+        return [(block, self._identity(block)) for block in blocks]
 
     def victims_near_limit(self, namespace: str, count: int) -> tuple[int, list[tuple[int, BlockId]]] | None:
         """If its limit leaves a namespace fewer than `count` new blocks: how many, and which of its own it then gives

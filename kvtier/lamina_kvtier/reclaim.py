@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from lamina_kvtier.ledger import Account, Charge, Ledger
 from lamina_kvtier.namespace_counts import NamespaceCounts
+from lamina_kvtier.over_shares import OverShares
 
 __all__ = ["BlockQueue", "ReclaimOrder", "next_to_reclaim"]
 
 _NONE = -1
-_STALE_FACTOR, _STALE_FLOOR = 4, 64  # the heap is rebuilt when it is this much larger than what it stands for
 
 
 def next_to_reclaim(accounts: Iterable[Account], requester: str) -> str | None:
@@ -85,9 +85,8 @@ class BlockQueue:
 class ReclaimOrder:
     """Who owns which block, which of them are idle, and which one goes next. Keeps the ledger's charges in step.
 
-    Every operation is O(1), the choice of a victim O(log namespaces) amortised: a change of charges only notes that
-    the namespace has to be looked at again, and the next choice brings a heap of those over their reservation up to
-    date. Nothing depends on the number of blocks. Names of owners that have no block are not kept.
+    Every operation is O(1), the choice of a victim O(log namespaces) amortised (`OverShares`). Nothing depends on the
+    number of blocks. Names of owners that have no block are not kept.
     """
 
     def __init__(self, num_blocks: int, ledger: Ledger) -> None:
@@ -95,12 +94,9 @@ class ReclaimOrder:
         self.evictions: NamespaceCounts[str] = NamespaceCounts(ledger.knows)  # by owner and reason
         self._owners: list[str | None] = [None] * num_blocks
         self._queues: dict[str, BlockQueue] = {}
-        self._links = array("i", [_NONE]) * num_blocks, array("i", [_NONE]) * num_blocks
-        self._heap: list[tuple[float, str, int]] = []  # (-over_share, namespace, serial)
-        self._serials: dict[str, int] = {}  # which entry of the heap is the valid one; none: not over its reservation
-        self._new_serial = itertools.count()
-        self._changed: set[str] = set()
-        ledger.watch(self._changed.add)
+        self._before, self._after = array("i", [_NONE]) * num_blocks, array("i", [_NONE]) * num_blocks
+        self._over = OverShares(self._over_share)
+        ledger.watch(self._over.changed)
 
     @property
     def rules_apply(self) -> bool:
@@ -126,7 +122,7 @@ class ReclaimOrder:
         owner = self._owner(block)
         queue = self._queues.get(owner)
         if queue is None:
-            queue = self._queues[owner] = BlockQueue(*self._links)
+            queue = self._queues[owner] = BlockQueue(self._before, self._after)
         queue.push(block)
         self.ledger.rest(owner, 1)
 
@@ -164,43 +160,44 @@ class ReclaimOrder:
 
     def victim(self, requester: str) -> tuple[int, str] | None:
         """The block that goes next for `requester`, and why (`over_share`, `own`); None if none may be had."""
-        over = self._furthest_over()
+        over = self._over.first()
         if over is not None:
             return self._queues[over].oldest, "over_share"
         own = self.oldest(requester)
         return None if own is None else (own, "own")
 
-    def in_order(self, oldest_first: Iterable[int]) -> Iterator[int]:
-        """Idle blocks as they would go one after the other, if all else stayed as it is. Changes nothing.
+    def in_order(self, count: int, oldest_first: Iterable[int]) -> list[int]:
+        """Up to `count` idle blocks as they would go one after the other, if all else stayed as it is. Changes nothing.
 
         `oldest_first`: all idle blocks, least recently used first: those within their owners' reservations go in that
-        order, each for a request of its owner only.
+        order, each for a request of its owner only. O(log namespaces) for each block, amortised.
         """
-        if not self.rules_apply:
-            yield from oldest_first
-            return
-        self._furthest_over()  # brings the heap up to date
-        heap = [(over, name) for over, name, serial in self._heap if self._serials.get(name) == serial]
-        heapq.heapify(heap)
-        lines: dict[str, tuple[Iterator[int], int]] = {}  # begun ones: what is left of them, and how far over they are
-        gone: set[int] = set()
-        while heap:
-            _, name = heapq.heappop(heap)
-            account = self.ledger.account(name)
-            begun = iter(self._queues[name]), account.committed - account.quota.reserved
-            blocks, over = lines.get(name, begun)
-            for block in blocks:
-                yield block
-                gone.add(block)
-                over -= 1
-                share = (-over / account.quota.weight, name)
-                if over > 0 and not (heap and share > heap[0]):
-                    continue
-                if over > 0:  # it is another one's turn
-                    lines[name] = blocks, over
-                    heapq.heappush(heap, share)
+        found = self._beyond_reservations(count) if self.rules_apply else []
+        gone = set(found)
+        left = (block for block in oldest_first if block not in gone)
+        return found + list(itertools.islice(left, max(0, count - len(found))))
+
+    def _beyond_reservations(self, count: int) -> list[int]:
+        """Namespaces take turns: each gives until another one is further over its share."""
+        found: list[int] = []
+        turns: list[tuple[float, str, int, float, int]] = []  # rank, namespace, units over, weight, its next block
+        accounts, newcomers = self.ledger.accounts, iter(self._over)
+        newcomer = next(newcomers, None)
+        while len(found) < count:
+            if newcomer is not None and not (turns and turns[0] < newcomer):
+                name = newcomer[1]
+                account, block = accounts[name], self._queues[name].oldest
+                over, weight = account.committed - account.quota.reserved, account.quota.weight
+                newcomer = next(newcomers, None)
+            elif turns:
+                _, name, over, weight, block = heapq.heappop(turns)
+            else:
                 break
-        yield from (block for block in oldest_first if block not in gone)
+            found.append(block)
+            over, block = over - 1, self._after[block]
+            if over > 0 and block != _NONE:
+                heapq.heappush(turns, (-over / weight, name, over, weight, block))
+        return found
 
     def near_limit(self, namespace: str, count: int) -> tuple[int, list[int]] | None:
         """If its limit leaves it fewer than `count` new blocks: how many, and which of its own go then, next one first,
@@ -211,28 +208,10 @@ class ReclaimOrder:
             return None
         return room, list(itertools.islice(self._queues.get(namespace, ()), count - room))
 
-    def _furthest_over(self) -> str | None:
-        """The namespace with idle blocks that is furthest over its share, by name among equals."""
-        for namespace in self._changed:
-            self._look_again(namespace)
-        self._changed.clear()
-        if len(self._heap) > _STALE_FLOOR + _STALE_FACTOR * len(self._serials):
-            self._heap = [entry for entry in self._heap if self._serials.get(entry[1]) == entry[2]]
-            heapq.heapify(self._heap)
-        while self._heap:
-            _, namespace, serial = self._heap[0]
-            if self._serials.get(namespace) == serial:
-                return namespace
-            heapq.heappop(self._heap)
-        return None
-
-    def _look_again(self, namespace: str) -> None:
+    def _over_share(self, namespace: str) -> float | None:
+        """None: it has no idle block beyond its reservation."""
         account = self.ledger.account(namespace)
-        if account.idle > 0 and account.committed > account.quota.reserved:
-            serial = self._serials[namespace] = next(self._new_serial)
-            heapq.heappush(self._heap, (-account.over_share, namespace, serial))
-        else:
-            self._serials.pop(namespace, None)
+        return account.over_share if account.idle > 0 and account.committed > account.quota.reserved else None
 
     # --- proof --------------------------------------------------------------------------------------------
 

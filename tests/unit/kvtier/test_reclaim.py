@@ -76,22 +76,6 @@ def test_the_structure_gives_what_the_rule_says(policies: dict[str, Quota], step
             assert (victim and victim[0]) == (gives and idle[gives][0])
 
 
-def test_the_heap_does_not_grow_with_history() -> None:
-    """Stale entries go; what is kept is bounded by the number of namespaces."""
-    book = QuotaBook(8)
-    book.load({})
-    order = ReclaimOrder(8, Ledger(book))
-    for block, name in enumerate("ab"):
-        order.take(block, name, None)
-        order.rest(block)
-    order.take(2, "a", None)
-    for _ in range(2000):
-        order.wake(1)
-        order.rest(1)
-        assert order.victim("b") == (0, "over_share")
-    assert len(order._heap) <= 80
-
-
 def test_a_queue_keeps_its_order_without_what_is_taken_out() -> None:
     """From the front, the middle and the end, down to nothing and up again."""
     links = array("i", [-1]) * 5, array("i", [-1]) * 5
