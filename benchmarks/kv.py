@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness import RESULTS, Goal, goal_table
 
-PARTS = ("copies", "bookkeeping", "redis", "replay", "tiers", "flood")
+PARTS = ("copies", "bookkeeping", "redis", "store_quotas", "replay", "tiers", "flood")
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def _run(part: str, *, quick: bool) -> list[Goal]:
     if done.returncode:
         sys.exit(done.returncode)
     print(f"kv_{part}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    found = json.loads((RESULTS / f"kv-{part}{'-quick' if quick else ''}.json").read_text())
+    found = json.loads((RESULTS / f"kv-{part.replace('_', '-')}{'-quick' if quick else ''}.json").read_text())
     return [Goal(**goal) for goal in found["goals"]]
 
 
