@@ -48,11 +48,6 @@ class Saves:
         self._device = DeviceSaves(kv, host, memory, clock)
         self._hot = HotPrefixes(memory, clock, most=kv.num_blocks)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether something hot waits for slack."""
-        return not self._hot.is_empty
-
     def keep(self, pinned: Callable[[], Iterable[BlockId]]) -> None:
         """From now on what `pinned` names goes to the store."""
         self._device.pinned = pinned

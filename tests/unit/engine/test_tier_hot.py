@@ -174,19 +174,32 @@ def test_requests_that_start_together_make_a_prefix_hot(tmp_path: Path) -> None:
 
 
 def test_one_that_comes_back_after_it_gave_way_has_found_nothing_new(tmp_path: Path) -> None:
+    """Only what it computed itself."""
     below = Below(store=MemoryStore())
     core = tiny_core(tmp_path, tiers=below, **ROOMY)
-    ask(core, prompt(1), times=2)
-    core.submit(request("back", [*prompt(1), 7], max_tokens=30))
-    [hot] = [tiers._saves._hot for tiers in below.made]
-    for identity in list(hot._finds):
-        del hot._finds[identity]
+    core.submit(request("back", prompt(1), max_tokens=60))
+    for _ in range(4):
+        core.step()
+    core.scheduler._preempt(core.scheduler.running[0], core.scheduler.plan())
     core.step()
-    plan = core.scheduler.plan()
-    for _ in range(5):
-        core.scheduler._preempt(core.scheduler.running[0], plan)
-        core.scheduler._start(core.scheduler.queue.head("t"), None)  # type: ignore[arg-type]
-    assert all(finds.requests == 1 for finds in hot._finds.values())
+    [choice] = core.scheduler.running
+    assert len(choice.table) >= 4
+    assert below.made[0]._saves._hot._finds == {}
+    core.close()
+
+
+def test_what_came_to_the_store_while_it_waited_is_not_copied(tmp_path: Path) -> None:
+    """A pin, another replica's look-up or a load told of it."""
+    below = Below(store=MemoryStore())
+    core = tiny_core(tmp_path, tiers=below, **ROOMY)
+    ids = identities(core, prompt(1))
+    ask(core, prompt(1))
+    tiers = below.made[0]
+    for number in range(2):
+        tiers._saves.found("t", number, ids)
+    tiers.store_memory.note(ids[:3])
+    go_on(core)
+    assert core.stats().spilled_blocks == 1
     core.close()
 
 

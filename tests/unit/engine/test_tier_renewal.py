@@ -164,6 +164,24 @@ def test_what_a_request_misses_is_a_reason_to_look_at_once() -> None:
     assert bench.stored(ids) == 8
 
 
+def test_it_is_busy_until_all_of_host_memory_was_looked_at() -> None:
+    """So that an engine without requests, which looks rarely, does not take hours for that."""
+    bench = Bench(slots=1000)
+    bench.tier.away = True
+    late = bench.arrive(0, 4)
+    bench.pass_time(0, steps=2)
+    bench.tier.away = False
+    bench.arrive(10, 996)
+    bench.pass_time(0, steps=2)
+    assert not bench.puts.is_busy
+    bench.clock.now += 1.5
+    bench.puts.settle()
+    assert bench.stored(late) == 0
+    while bench.puts.is_busy:
+        bench.puts.settle()
+    assert bench.stored(late) == 4
+
+
 def test_what_was_refused_for_a_quota_is_no_failure() -> None:
     bench = Bench(limit=1)
     bench.arrive(0, 8)
