@@ -27,7 +27,7 @@ from lamina_kvtier import KvManager, Quota, QuotaBook
 
 BLOCKS_PER_REQUEST = 32
 POOLS = ((10**3, 8), (10**4, 8), (10**5, 8), (10**6, 8), (10**6, 64), (10**6, 4096))  # blocks, tenants
-LOOK_UPS = ((2**16, 1), (2**16, 16), (2**16, 64), (2**16, 1024))
+LOOK_UPS = ((2**16, 2), (2**16, 16), (2**16, 64), (2**16, 1024))
 HIGH_WATER = 128  # blocks: what two steps of 512 tokens may evict, twice
 COLUMNS = ["blocks", "tenants", "no quotas, us per block", "quotas, us per block", "spill look-up, us"]
 FLAT = 2.0
