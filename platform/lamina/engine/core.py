@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,22 +14,23 @@ from torch import Tensor
 from lamina.engine.adapters import AdapterLoads
 from lamina.engine.batch import build_batch
 from lamina.engine.commons import Commons
+from lamina.engine.core_stats import core_stats
+from lamina.engine.events import endings_of_unborn, token_event
 from lamina.engine.explain import Explainer
 from lamina.engine.failures import failure_of
 from lamina.engine.flight import Flight
 from lamina.engine.inspector import Inspector
+from lamina.engine.intake import CoreLimits, Intake
 from lamina.engine.patience import Patience
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice, ChoiceStatus, RequestState
 from lamina.engine.runner import Runner
 from lamina.engine.sampler import Sampled, StepSampler
-from lamina.engine.sampling_params import validate
 from lamina.engine.sampling_state import SamplingState
 from lamina.engine.scheduler import Scheduler
 from lamina.engine.tier_protocol import Tiers
-from lamina.errors import ContextLengthExceeded, EngineInternal, EngineOverloaded, InvalidRequest, LimitExceeded
+from lamina.errors import EngineInternal, InvalidRequest
 from lamina.types import (
-    AdapterRunning,
     EngineFailure,
     EngineInfo,
     EngineStats,
@@ -41,17 +41,9 @@ from lamina.types import (
 from lamina_kvtier.identity import BlockId, IdentityChain, Layout, root_id
 from lamina_kvtier.reasons import Reason
 
-__all__ = ["CoreLimits", "EngineCore"]
+__all__ = ["EngineCore"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreLimits:
-    max_waiting: int
-    max_choices: int
-    max_logprobs: int
-    max_queue_s: float = 0.0  # 0: requests wait as long as it takes
 
 
 class EngineCore:
@@ -92,8 +84,8 @@ class EngineCore:
         )
         self._layout = layout
         self._eos = eos_token_ids
-        self._limits = limits
         self._patience = Patience(limits.max_queue_s)
+        self._intake = Intake(info, limits, scheduler.queue, self._patience, adapters)
         self._runner = runner
         self._sampler = sampler
         self._adapters = adapters
@@ -117,9 +109,12 @@ class EngineCore:
         """Queues a request.
 
         Raises InvalidRequest (parameters, duplicate id), ContextLengthExceeded, ExceedsQuota (it could never fit),
-        EngineOverloaded (queue full), or a NotFound for an adapter that is not in the store.
+        EngineOverloaded (queue full), LimitExceeded (the tenant's half of it), or a NotFound for an adapter that is not
+        in the store.
         """
-        self._check(request)
+        if request.request_id in self._requests:
+            raise InvalidRequest(f"A request with the id {request.request_id!r} is running already.")
+        self._intake.check(request)
         self._arrivals += 1
         seed = request.sampling.seed
         state = RequestState(request, self._arrivals, secrets.randbits(63) if seed is None else seed)
@@ -132,51 +127,6 @@ class EngineCore:
         state.submitted_at = self._patience.now()
         self._patience.waits(state)
         self._counts["prompt_tokens"] += len(request.prompt_token_ids)
-
-    def _check(self, request: GenerationRequest) -> None:
-        params, prompt = request.sampling, len(request.prompt_token_ids)
-        if request.request_id in self._requests:
-            raise InvalidRequest(f"A request with the id {request.request_id!r} is running already.")
-        if len(self.scheduler.queue) >= self._limits.max_waiting:
-            raise EngineOverloaded(
-                f"{self._limits.max_waiting} requests are waiting, which is the limit. Retry shortly.",
-                retry_after_s=self._patience.seconds_until(1),
-            )
-        self._check_share(request.tenant)
-        validate(
-            params,
-            vocab_size=self.info.vocab_size,
-            max_logprobs=self._limits.max_logprobs,
-            max_choices=min(self._limits.max_choices, self.info.max_running),
-        )
-        if prompt == 0:
-            raise InvalidRequest("The prompt is empty; send at least one token.", param="prompt")
-        bad = next((t for t in request.prompt_token_ids if not 0 <= t < self.info.vocab_size), None)
-        if bad is not None:
-            raise InvalidRequest(f"Token id {bad} is outside the vocabulary of {self.info.vocab_size}.", param="prompt")
-        self._check_room(prompt, params.max_tokens)
-        if request.adapter is not None:
-            self._adapters.check(request.adapter)
-
-    def _check_share(self, tenant: str) -> None:
-        """One tenant may fill half of the queue, so that the others always find a place."""
-        share = (self._limits.max_waiting + 1) // 2
-        waiting = self.scheduler.queue.waiting(tenant)
-        if waiting >= share:
-            raise LimitExceeded(
-                f"{waiting} of your requests are waiting, and one tenant may have {share} in the queue. Retry shortly.",
-                limit=share,
-                need=waiting + 1,
-                have=waiting,
-                retry_after_s=self._patience.seconds_until(-(-len(self.scheduler.queue) // waiting)),
-            )
-
-    def _check_room(self, prompt: int, completion: int) -> None:
-        limit = min(self.info.max_context, self.info.num_blocks * self.info.block_size)
-        if prompt >= limit:
-            raise ContextLengthExceeded(limit=limit, prompt=prompt)
-        if prompt + completion > limit:
-            raise ContextLengthExceeded(limit=limit, prompt=prompt, completion=completion)
 
     def _root(self, adapter: str | None, namespace: str) -> BlockId:
         return root_id(model_digest=self.info.model_digest, layout=self._layout, adapter=adapter, namespace=namespace)
@@ -381,7 +331,7 @@ class EngineCore:
             self._counts["generation_tokens"] += 1
             reason = self._finish_reason(choice, sampled.token_id)
             if reason is None:
-                self._outbox.append(self._event(choice, sampled))
+                self._outbox.append(token_event(choice, sampled))
             else:
                 self._finish(choice, reason, sampled=sampled)
 
@@ -414,9 +364,9 @@ class EngineCore:
         state = choice.request
         self.explainer.settle(state)
         state.choices.pop(choice.index, None)
-        self._outbox.append(self._event(choice, sampled, reason, failure))
+        self._outbox.append(token_event(choice, sampled, reason, failure))
         if choice.unborn:
-            self._end_unborn(choice, reason, failure)
+            self._outbox += endings_of_unborn(choice, reason, failure)
         if not state.choices:
             self._requests.pop(state.request.request_id, None)
             self._patience.left()
@@ -424,84 +374,10 @@ class EngineCore:
             self.scheduler.queue.forget_idle({other.request.tenant for other in self.scheduler.running})
             self._clear_deleted()
 
-    def _end_unborn(self, choice: Choice, reason: FinishReason, failure: EngineFailure | None) -> None:
-        """The client waits for n endings: report those of siblings that will never exist."""
-        for index in range(1, choice.request.params.n):
-            if index not in choice.request.choices:
-                self._outbox.append(
-                    TokenEvent(
-                        request_id=choice.request.request.request_id,
-                        index=index,
-                        finish_reason=reason,
-                        error=failure,
-                    )
-                )
-
-    def _event(
-        self,
-        choice: Choice,
-        sampled: Sampled | None,
-        reason: FinishReason | None = None,
-        failure: EngineFailure | None = None,
-    ) -> TokenEvent:
-        stopped = reason is FinishReason.STOP and sampled is not None
-        queued_s = None if choice.request.is_wait_told else choice.request.queued_s
-        choice.request.is_wait_told = queued_s is not None or choice.request.is_wait_told
-        return TokenEvent(
-            request_id=choice.request.request.request_id,
-            index=choice.index,
-            token_ids=(sampled.token_id,) if sampled is not None else (),
-            logprobs=(sampled.logprob,) if sampled is not None and sampled.logprob is not None else (),
-            finish_reason=reason,
-            stop_token_id=sampled.token_id if stopped and sampled is not None else None,
-            cached_by_tier=choice.request.cached_by_tier,
-            queued_s=queued_s,
-            error=failure,
-        )
-
     # --- reports ------------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        usage, tiers = self.scheduler.kv.usage(), self._tiers.stats()
-        return EngineStats(
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.queue),
-            blocks_total=usage.total,
-            blocks_free=usage.free,
-            blocks_active=usage.active,
-            blocks_cached=usage.cached,
-            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
-            preemptions=self.scheduler.preemptions,
-            step_seconds=self._step_seconds,
-            adapters=self._adapter_stats(),
-            steps=self._counts["steps"],
-            prompt_tokens=self._counts["prompt_tokens"],
-            generation_tokens=self._counts["generation_tokens"],
-            finished=self._counts["finished"],
-            cancelled=self._counts["cancelled"],
-            host_blocks_total=tiers.host_total,
-            host_blocks_used=tiers.host_used,
-            spilled_blocks=tiers.spilled,
-            promoted_blocks=tiers.promoted,
-            stored_blocks=tiers.stored,
-            loaded_blocks=tiers.loaded,
-            declined_blocks=tiers.declined,
-            failed_blocks=tiers.failed,
-        )
-
-    def _adapter_stats(self) -> tuple[AdapterRunning, ...]:
-        running = Counter(choice.request.request.adapter for choice in self.scheduler.running)
-        waiting = Counter(choice.request.request.adapter for choice in self.scheduler.queue)
-        loaded, blocks = set(self._adapters.loaded()), self._blocks_by_adapter()
-        digests = sorted(loaded | blocks.keys() | {digest for digest in [*running, *waiting] if digest is not None})
-        return tuple(AdapterRunning(d, running[d], waiting[d], d in loaded, blocks[d]) for d in digests)
-
-    def _blocks_by_adapter(self) -> Counter[str]:
-        found = Counter({adapter.hex(): count for adapter, count in self.scheduler.kv.blocks_by_adapter().items()})
-        below = self._tiers.below
-        if below is not None:
-            found.update({adapter.hex(): count for adapter, count in below.host.slots_by_adapter().items()})
-        return found
+        return core_stats(self.scheduler, self._tiers, self._adapters, self._counts, self._step_seconds)
 
     def check_integrity(self) -> None:
         """Raises IntegrityError unless every block, reference and adapter slot is accounted for."""

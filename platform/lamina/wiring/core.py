@@ -11,8 +11,9 @@ import torch
 
 from lamina.config import EngineConfig
 from lamina.engine.adapters import AdapterLoads
-from lamina.engine.core import CoreLimits, EngineCore
+from lamina.engine.core import EngineCore
 from lamina.engine.explain import Explainer
+from lamina.engine.intake import CoreLimits
 from lamina.engine.pool import BlockPool
 from lamina.engine.scheduler import Scheduler
 from lamina.errors import ConfigurationInvalid
@@ -24,6 +25,7 @@ from lamina.models.loader import load_model
 from lamina.types import EngineInfo
 from lamina.wiring.backends import Backend, choose_backend
 from lamina.wiring.tiers import MakeTiers, build_tiers
+from lamina_kernels.lora import SlotTable
 from lamina_kvtier.ghosts import Ghosts, segments_for
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.manager import KvManager
@@ -112,33 +114,14 @@ def assemble(
     num_blocks = config.num_blocks or config.kv_bytes // _block_bytes(shape, dtype, config.block_size)
     info = _info(config, shape, digest, num_blocks, dtype, device)
     _check(info)
-    pool = BlockPool(
-        num_blocks,
-        layers=shape.num_layers,
-        block_size=config.block_size,
-        kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=dtype,
-        device=device,
-    )
-    store, geometry = AdapterStore(config.adapters), shape.geometry()
+    pool = _pool(shape, num_blocks, config.block_size, dtype, device)
     parts = (backend or choose_backend(device, config.kernels)).parts(model, pool, config)
-    table = parts.table  # `load` must not hold all parts: a closed engine lets go of its weights and its pool
-
-    def load(digest: str) -> PreparedAdapter:
-        folder = store.path(digest)
-        weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest, base=base)
-        return prepare_adapter(weights, table)
-
-    loads = AdapterLoads(store, load, table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters)
-    quotas = QuotaBook(num_blocks, headroom=min(config.max_running, num_blocks // _HEADROOM_PART))
-    ghosts = Ghosts(segments_for(min(num_blocks, _MAX_GHOSTS)))
-    kv = KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas, ghosts=ghosts)
+    loads = _adapter_loads(config, shape, dtype, parts.table, base)
+    kv = _kv_manager(config, num_blocks)
     below = tiers(config, pool, kv, layout)
-    host = None if below.below is None else below.below.host
     explainer = Explainer(
         kv,
-        host,
+        None if below.below is None else below.below.host,
         block_bytes=pool.block_bytes,
         store=below.store_memory,
         store_usage=below.store_usage,
@@ -156,18 +139,54 @@ def assemble(
         info=replace(info, host_blocks=0 if below.commons_of_host is None else below.commons_of_host.tier.num_slots),
         layout=layout,
         eos_token_ids=frozenset(shape.eos_token_ids),
-        limits=CoreLimits(
-            max_waiting=config.max_waiting,
-            max_choices=config.max_choices,
-            max_logprobs=config.max_logprobs,
-            max_queue_s=config.max_queue_s,
-        ),
+        limits=_limits(config),
         scheduler=scheduler,
         runner=parts.runner(loads.slots),
         sampler=parts.sampler,
         adapters=loads,
         tiers=below,
         explainer=explainer,
+    )
+
+
+def _pool(shape: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> BlockPool:
+    return BlockPool(
+        num_blocks,
+        layers=shape.num_layers,
+        block_size=block_size,
+        kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _adapter_loads(
+    config: EngineConfig, shape: ModelConfig, dtype: torch.dtype, table: SlotTable, base: BaseWeights | None
+) -> AdapterLoads:
+    """Its loader holds the table and no other part: a closed engine lets go of its weights and its pool."""
+    store, geometry = AdapterStore(config.adapters), shape.geometry()
+
+    def load(digest: str) -> PreparedAdapter:
+        folder = store.path(digest)
+        weights = load_adapter(folder, geometry, dtype, max_rank=config.max_lora_rank, digest=digest, base=base)
+        return prepare_adapter(weights, table)
+
+    return AdapterLoads(store, load, table, capacity_bytes=config.adapter_bytes, max_adapters=config.max_adapters)
+
+
+def _kv_manager(config: EngineConfig, num_blocks: int) -> KvManager:
+    quotas = QuotaBook(num_blocks, headroom=min(config.max_running, num_blocks // _HEADROOM_PART))
+    ghosts = Ghosts(segments_for(min(num_blocks, _MAX_GHOSTS)))
+    return KvManager(num_blocks, config.block_size, prefix_caching=config.prefix_caching, quotas=quotas, ghosts=ghosts)
+
+
+def _limits(config: EngineConfig) -> CoreLimits:
+    return CoreLimits(
+        max_waiting=config.max_waiting,
+        max_choices=config.max_choices,
+        max_logprobs=config.max_logprobs,
+        max_queue_s=config.max_queue_s,
     )
 
 
