@@ -82,6 +82,12 @@ class Garbled(Exception):
     """A frame is not a message of this protocol; drop it."""
 
 
+class _Call(msgspec.Struct, frozen=True):
+    """A question, or its answer: both have the number that the asker gave."""
+
+    call: int
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit"):
     """Start a request. Answered by Events or by one Refused."""
 
@@ -101,80 +107,66 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload"):
     digest: str
 
 
-class AskStats(msgspec.Struct, frozen=True, tag="ask_stats"):
+class AskStats(_Call, frozen=True, tag="ask_stats"):
     """Answered by StatsReply with the same `call`."""
 
-    call: int
 
-
-class SetQuotas(msgspec.Struct, frozen=True, tag="set_quotas"):
+class SetQuotas(_Call, frozen=True, tag="set_quotas"):
     """Replace all quotas, or none. Answered by Done or CallFailed, as are the next six by what they name."""
 
-    call: int
     policies: tuple[QuotaPolicy, ...]
 
 
-class AskCommons(msgspec.Struct, frozen=True, tag="ask_commons"):
+class AskCommons(_Call, frozen=True, tag="ask_commons"):
     """CommonsReply."""
 
-    call: int
 
-
-class Pin(msgspec.Struct, frozen=True, tag="pin"):
+class Pin(_Call, frozen=True, tag="pin"):
     """PinReply with a PinAnswer."""
 
-    call: int
     order: PinOrder
 
 
-class RenewPin(msgspec.Struct, frozen=True, tag="renew_pin"):
+class RenewPin(_Call, frozen=True, tag="renew_pin"):
     """PinsReply with one PinState."""
 
-    call: int
     namespace: str
     pin_id: str
     ttl_s: float
 
 
-class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+class Unpin(_Call, frozen=True, tag="unpin"):
     """Done."""
 
-    call: int
     namespace: str
     pin_id: str
 
 
-class RestorePins(msgspec.Struct, frozen=True, tag="restore_pins"):
+class RestorePins(_Call, frozen=True, tag="restore_pins"):
     """PinsReply with those that are alive and were not here."""
 
-    call: int
     records: tuple[PinRecord, ...]
 
 
-class EraseNamespace(msgspec.Struct, frozen=True, tag="erase_namespace"):
+class EraseNamespace(_Call, frozen=True, tag="erase_namespace"):
     """Done: a deleted tenant's blocks are dropped, or will be when its requests end."""
 
-    call: int
     namespace: str
 
 
-class AskPrefixes(msgspec.Struct, frozen=True, tag="ask_prefixes"):
+class AskPrefixes(_Call, frozen=True, tag="ask_prefixes"):
     """InspectorReply with a PrefixReport; so are the next two answered, perhaps some steps later."""
 
-    call: int
 
-
-class ExplainPrefix(msgspec.Struct, frozen=True, tag="explain_prefix"):
+class ExplainPrefix(_Call, frozen=True, tag="explain_prefix"):
     """PrefixExplanation."""
 
-    call: int
     order: PrefixOrder
 
 
-class Verify(msgspec.Struct, frozen=True, tag="verify"):
+class Verify(_Call, frozen=True, tag="verify"):
     """VerifyReport."""
 
-    call: int
     order: VerifyOrder
 
 
@@ -203,43 +195,37 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     context: Context = {}
 
 
-class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
-    call: int
+class StatsReply(_Call, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    call: int
+class Done(_Call, frozen=True, tag="done"):
+    """What was asked for is in force."""
 
 
-class CommonsReply(msgspec.Struct, frozen=True, tag="commons"):
-    call: int
+class CommonsReply(_Call, frozen=True, tag="commons"):
     report: CommonsReport
 
 
-class PinReply(msgspec.Struct, frozen=True, tag="pin_answer"):
-    call: int
+class PinReply(_Call, frozen=True, tag="pin_answer"):
     answer: PinAnswer
 
 
-class PinsReply(msgspec.Struct, frozen=True, tag="pins"):
-    call: int
+class PinsReply(_Call, frozen=True, tag="pins"):
     pins: tuple[PinState, ...]
 
 
-class InspectorReply(msgspec.Struct, frozen=True, tag="inspector"):
+class InspectorReply(_Call, frozen=True, tag="inspector"):
     """One of the three, by what was asked."""
 
-    call: int
     prefixes: PrefixReport | None = None
     explanation: PrefixExplanation | None = None
     verified: VerifyReport | None = None
 
 
-class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
+class CallFailed(_Call, frozen=True, tag="call_failed"):
     """The core refused a call; nothing changed."""
 
-    call: int
     failure: EngineFailure
     context: Context = {}
 
