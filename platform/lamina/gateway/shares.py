@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lamina.engine.protocol import EngineClient
 from lamina.types import CommonsReport, TenantBlocks, TenantPrefixes
@@ -14,6 +14,7 @@ __all__ = ["NOBODY", "Shares", "tenants_shares"]
 
 NOBODY = "unknown"  # whose tenant is deleted, or not of this database
 _SUMS = ("active", "cached", "pinned", "pending", "pin_hits", "host_bytes", "host_pinned_bytes", "host_pending_bytes")
+Row = TypeVar("Row", TenantBlocks, TenantPrefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +35,30 @@ async def tenants_shares(engine: EngineClient, quotas: Names) -> Shares:
     report, prefixes = await engine.commons(), await engine.prefixes()
     namespaces = {share.namespace for share in report.tenants} | {found.namespace for found in prefixes.tenants}
     names = await quotas.tenants_of(frozenset(namespaces))
-    return Shares(report, _blocks(report.tenants, names), _prefixes(prefixes.tenants, names))
+    return Shares(
+        report,
+        _by_tenant(report.tenants, names, _blocks_of_all),
+        _by_tenant(prefixes.tenants, names, _prefixes_of_all),
+    )
 
 
-def _blocks(shares: Iterable[TenantBlocks], names: Mapping[str, str]) -> tuple[TenantBlocks, ...]:
-    known, strays = list[TenantBlocks](), list[TenantBlocks]()
-    for share in shares:
-        if share.namespace in names:
-            known.append(replace(share, namespace=names[share.namespace]))
+def _by_tenant(
+    rows: Iterable[Row], names: Mapping[str, str], together: Callable[[Sequence[Row]], Row]
+) -> tuple[Row, ...]:
+    """The rows under their tenants' ids; those of namespaces without a name are one row, the last."""
+    known: list[Row] = []
+    strays: list[Row] = []
+    for row in rows:
+        if row.namespace in names:
+            known.append(replace(row, namespace=names[row.namespace]))
         else:
-            strays.append(share)
-    return (*known, _together(strays)) if strays else tuple(known)
+            strays.append(row)
+    if strays:
+        known.append(together(strays))
+    return tuple(known)
 
 
-def _together(shares: Sequence[TenantBlocks]) -> TenantBlocks:
+def _blocks_of_all(shares: Sequence[TenantBlocks]) -> TenantBlocks:
     evictions, below = Counter[str](), Counter[str]()
     for share in shares:
         evictions.update(dict(share.evictions))
@@ -62,17 +73,7 @@ def _together(shares: Sequence[TenantBlocks]) -> TenantBlocks:
     )
 
 
-def _prefixes(tenants: Iterable[TenantPrefixes], names: Mapping[str, str]) -> tuple[TenantPrefixes, ...]:
-    known, strays = list[TenantPrefixes](), list[TenantPrefixes]()
-    for found in tenants:
-        if found.namespace in names:
-            known.append(replace(found, namespace=names[found.namespace]))
-        else:
-            strays.append(found)
-    return (*known, _all_of(strays)) if strays else tuple(known)
-
-
-def _all_of(tenants: Sequence[TenantPrefixes]) -> TenantPrefixes:
+def _prefixes_of_all(tenants: Sequence[TenantPrefixes]) -> TenantPrefixes:
     hits = Counter[str]()
     misses, declined = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     ghosts, lost = Counter[tuple[str, int]](), Counter[str]()
