@@ -6,7 +6,6 @@ After each run every request is replayed alone on a fresh engine without tiers, 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ from lamina_kvtier.memory_tier import MemoryStore
 from support.ahead import AheadBackend
 from support.poison import PoisonedBelow
 from support.replay import Replay
-from support.soak import Crowd
+from support.soak import SMALL, Crowd
 
 BACKENDS = {"plain": TorchBackend(), "ahead": AheadBackend()}
 FAULTS = Faults(
@@ -32,7 +31,6 @@ FAULTS = Faults(
     deadline_s=4.0,
 )
 _STORED = 12_500  # bytes, about a block with its header
-SMALL: dict[str, Any] = {"num_blocks": 14, "max_batch_tokens": 48, "max_running": 6, "max_waiting": 200}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +61,7 @@ def test_a_crowd_says_what_each_says_alone(
     crowd = Crowd(seed, adapters)
     crowd.run(core, below.tick)
     stats = core.stats()
-    assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
+    assert crowd.differences(replay) == []
     assert stats.blocks_active == 0
     assert min(below.poison.blocks, below.poison.slots, stats.preemptions, stats.promoted_blocks) > 0
     core.close()
@@ -87,7 +85,7 @@ def test_a_crowd_with_quotas_and_pins_says_the_same(
         order = PinOrder(namespace=tenant, token_ids=tuple(prefix), ttl_s=1e6, hard_max_s=1e6)
         assert core.commons.pin(order).status in ("granted", "clipped")
     crowd.run(core, below.tick)
-    assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
+    assert crowd.differences(replay) == []
     report = core.commons.report()
     assert all(pin.resident_blocks == pin.blocks for pin in report.pins)
     assert sum(pin.hits for pin in report.pins) > 0

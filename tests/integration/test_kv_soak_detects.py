@@ -22,7 +22,7 @@ from lamina_kvtier.tier import Operation, Outcome, StoreTier
 from support.ahead import AheadBackend
 from support.poison import LateLane, LateTransfer, PoisonedBelow
 from support.replay import Replay
-from support.soak import Crowd
+from support.soak import SMALL, Crowd
 
 _SEEDS = 6  # crowds until one has to notice
 
@@ -205,16 +205,14 @@ def _findings(
 ) -> list[str]:
     crowd = Crowd(seed, adapters, count=25)
     broken = _play(folder, crowd, below, seed)
-    return broken or replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled)
+    return broken or crowd.differences(replay)
 
 
 def _play(folder: Path, crowd: Crowd, below_class: type[PoisonedBelow], seed: int) -> list[str]:
     faults = Faults(vanished=0.1, truncated=0.1, flipped=0.1)
     below = below_class(host=12, store=MemoryStore(), seed=seed, faults=faults)
     backend = (TorchBackend(), AheadBackend())[seed % 2]
-    core = tiny_core(
-        folder, backend=backend, tiers=below, num_blocks=14, max_batch_tokens=48, max_running=6, max_waiting=200
-    )
+    core = tiny_core(folder, backend=backend, tiers=below, **SMALL)
     try:
         crowd.run(core, below.tick)
     except (KvError, AssertionError) as broken:

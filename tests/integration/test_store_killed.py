@@ -38,9 +38,8 @@ from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier, Tally
 from support.ahead import AheadBackend
 from support.below import Below
 from support.replay import Replay
-from support.soak import Crowd
+from support.soak import SMALL, Crowd
 
-SMALL: dict[str, Any] = {"num_blocks": 14, "max_batch_tokens": 48, "max_running": 6, "max_waiting": 200}
 BACKENDS = {"plain": TorchBackend(), "ahead": AheadBackend()}
 CONFIG = RedisTierConfig()
 _LIMIT_S = 60.0  # a test that hangs
@@ -149,7 +148,7 @@ def test_a_killed_server_costs_no_request_and_is_used_again(
 
         crowd.run(core, kill_now_and_then)
         assert not due
-        assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
+        assert crowd.differences(replay) == []
         counts_are_right(core, below)
         starts = len(crowd.requests) + core.stats().preemptions
         assert len(recorder.loads) <= len(recorder.lookups) <= starts
@@ -205,7 +204,7 @@ def test_a_server_that_never_was_costs_nothing(folder: Path, adapters: list[str 
     core = tiny_core(folder, tiers=below, **SMALL)
     crowd = Crowd(2, adapters, count=20)
     crowd.run(core, lambda: None)
-    assert replay.differences(crowd.requests.values(), crowd.tokens, crowd.endings, crowd.cancelled) == []
+    assert crowd.differences(replay) == []
     counts_are_right(core, below)
     assert core.stats().stored_blocks == core.stats().loaded_blocks == 0
     assert set(below.recorders[0].found()) == {Outcome.UNAVAILABLE}

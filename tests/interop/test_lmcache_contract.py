@@ -53,15 +53,6 @@ Connect = Callable[..., LmcacheTier]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[EmbeddedValkey]:
-    found = redis_servers()
-    if not found:
-        pytest.skip("no server here")
-    with running_redis(next(iter(found.values()))) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def closing() -> Iterator[ThreadPoolExecutor]:
     """LMCache takes two seconds to close, waiting in its sleep: that is done beside the next tests."""
     with ThreadPoolExecutor(8) as pool:
@@ -91,9 +82,9 @@ def connect(closing: ThreadPoolExecutor) -> Iterator[Connect]:
 
 class TestLmcacheTier(TierContract):
     @pytest.fixture
-    def make_tier(self, server: EmbeddedValkey, connect: Connect) -> MakeTier:
+    def make_tier(self, any_redis: EmbeddedValkey, connect: Connect) -> MakeTier:
         def make(layout: bytes = LAYOUT, block_bytes: int = BLOCK_BYTES) -> StoreTier:
-            return connect(server.address, layout=layout, block_bytes=block_bytes)
+            return connect(any_redis.address, layout=layout, block_bytes=block_bytes)
 
         return make
 
@@ -101,8 +92,8 @@ class TestLmcacheTier(TierContract):
 # One tier, and what may happen to it
 
 
-def test_a_block_named_twice_is_loaded_twice(server: EmbeddedValkey, connect: Connect) -> None:
-    tier = connect(server.address)
+def test_a_block_named_twice_is_loaded_twice(any_redis: EmbeddedValkey, connect: Connect) -> None:
+    tier = connect(any_redis.address)
     names, values, into = keys(2), blocks(2), room(5)
     assert put(tier, [*names, names[0]], [*values, values[0]]) == (Outcome.OK,) * 3
     order = [0, 1, 0, 1, 1]
@@ -110,10 +101,10 @@ def test_a_block_named_twice_is_loaded_twice(server: EmbeddedValkey, connect: Co
     assert into == [values[at] for at in order]
 
 
-def test_more_than_the_slab_holds_passes_through_it(server: EmbeddedValkey, connect: Connect) -> None:
+def test_more_than_the_slab_holds_passes_through_it(any_redis: EmbeddedValkey, connect: Connect) -> None:
     """Four blocks are the least that it has; a hundred go through, in both directions at once."""
     size = 40_000
-    tier = connect(server.address, replace(CONFIG, slab_bytes=1), block_bytes=size)
+    tier = connect(any_redis.address, replace(CONFIG, slab_bytes=1), block_bytes=size)
     names, values, into = keys(100), blocks(100, size), room(50, size)
     assert put(tier, names[:50], values[:50]) == (Outcome.OK,) * 50
     down = tier.put(names[50:], values[50:])
@@ -122,18 +113,18 @@ def test_more_than_the_slab_holds_passes_through_it(server: EmbeddedValkey, conn
     assert into == values[:50]
 
 
-def test_a_salt_is_part_of_the_key(server: EmbeddedValkey, connect: Connect) -> None:
+def test_a_salt_is_part_of_the_key(any_redis: EmbeddedValkey, connect: Connect) -> None:
     """Spelled as LMCache spells it."""
-    red, blue = connect(server.address, salt="red"), connect(server.address, salt="blue")
+    red, blue = connect(any_redis.address, salt="red"), connect(any_redis.address, salt="blue")
     names = keys(1)
     put(red, names, blocks(1))
     assert lookup(blue, names) == Tally(0, Outcome.MISSING)
     key = f"lamina-kv1-{LAYOUT.hex()[:32]}@01000100@0@{names[0].id.hex()}@red"
-    assert tell(server, b"STRLEN", key.encode()) == BLOCK_BYTES
+    assert tell(any_redis, b"STRLEN", key.encode()) == BLOCK_BYTES
 
 
-def test_blocks_expire(server: EmbeddedValkey, connect: Connect) -> None:
-    tier = connect(server.address, replace(CONFIG, ttl_s=0.2))
+def test_blocks_expire(any_redis: EmbeddedValkey, connect: Connect) -> None:
+    tier = connect(any_redis.address, replace(CONFIG, ttl_s=0.2))
     names = keys(2)
     assert put(tier, names, blocks(2)) == (Outcome.OK,) * 2
     _until(lambda: lookup(tier, names) == Tally(0, Outcome.MISSING))
@@ -142,16 +133,16 @@ def test_blocks_expire(server: EmbeddedValkey, connect: Connect) -> None:
 
 @pytest.mark.parametrize("damage", ["shorter", "longer", "much longer", "empty", "list"])
 def test_a_value_of_another_length_is_corrupt_and_its_neighbours_are_not(
-    server: EmbeddedValkey, connect: Connect, damage: str
+    any_redis: EmbeddedValkey, connect: Connect, damage: str
 ) -> None:
     """The connection stays in step, or is made anew."""
-    tier = connect(server.address)
+    tier = connect(any_redis.address)
     names, values, into = keys(5), blocks(5), room(5)
     put(tier, names, values)
     key = LmcacheNames.of_layout(LAYOUT).key(names[2].id)
-    tell(server, b"DEL", key)
+    tell(any_redis, b"DEL", key)
     written = {"shorter": BLOCK_BYTES - 1, "longer": BLOCK_BYTES + 1, "much longer": 6 << 20, "empty": 0}
-    tell(server, b"RPUSH", key, b"x") if damage == "list" else tell(server, b"SET", key, bytes(written[damage]))
+    tell(any_redis, b"RPUSH", key, b"x") if damage == "list" else tell(any_redis, b"SET", key, bytes(written[damage]))
     ok = Outcome.OK
     for _ in range(2):
         assert load(tier, names, into) == (ok, ok, Outcome.CORRUPT, ok, ok)
@@ -174,10 +165,10 @@ def test_a_full_server_refuses(connect: Connect) -> None:
 # What it is asked for from above
 
 
-def test_it_is_what_an_address_with_the_prefix_means(server: EmbeddedValkey) -> None:
+def test_it_is_what_an_address_with_the_prefix_means(any_redis: EmbeddedValkey) -> None:
     """Under the layout's name, in a put and a load."""
     layout = Layout(layers=2, kv_heads=1, head_dim=8, dtype="float32", block_size=16, rope="none")
-    config = EngineConfig(model=Path("m"), adapters=Path("adapters"), kv_store_url=f"lmcache+{server.address}")
+    config = EngineConfig(model=Path("m"), adapters=Path("adapters"), kv_store_url=f"lmcache+{any_redis.address}")
     tier = open_store(config, BLOCK_BYTES, layout)
     try:
         assert tier.name == "lmcache"
@@ -186,13 +177,13 @@ def test_it_is_what_an_address_with_the_prefix_means(server: EmbeddedValkey) -> 
         _until(lambda: load(tier, names, into) == (Outcome.OK,) * 2)
         assert into == values
         key = LmcacheNames.of_layout(layout_digest(layout)).key(names[0].id)
-        assert tell(server, b"EXISTS", key) == 1
+        assert tell(any_redis, b"EXISTS", key) == 1
     finally:
         tier.close()
 
 
-def test_promises_by_namespace_are_refused_rather_than_broken(server: EmbeddedValkey, connect: Connect) -> None:
-    tier = connect(server.address)
+def test_promises_by_namespace_are_refused_rather_than_broken(any_redis: EmbeddedValkey, connect: Connect) -> None:
+    tier = connect(any_redis.address)
     unlimited = 2**62
     tier.set_quotas({})
     tier.set_quotas({"a": Quota(0, unlimited)})
@@ -221,11 +212,11 @@ SICK = {Outcome.UNAVAILABLE, Outcome.TIMEOUT}
 
 @pytest.mark.parametrize("faults", [Faults(silent=True), Faults(refuse=True), Faults(cut_after=3000)], ids=repr)
 def test_a_sick_server_is_an_outcome_in_time_and_it_recovers(
-    server: EmbeddedValkey, connect: Connect, faults: Faults
+    any_redis: EmbeddedValkey, connect: Connect, faults: Faults
 ) -> None:
     """LMCache's own client would wait for ever, and not connect again."""
-    assert server.address.path is not None
-    with FaultProxy(server.address.path) as proxy:
+    assert any_redis.address.path is not None
+    with FaultProxy(any_redis.address.path) as proxy:
         tier = connect(RedisAddress.parse(f"redis://127.0.0.1:{proxy.port}"), HASTY)
         names, values, into = keys(4), blocks(4), room(4)
         _until(lambda: put(tier, names, values) == (Outcome.OK,) * 4)
@@ -268,9 +259,9 @@ def test_killed_and_started_again(connect: Connect) -> None:
 # Nothing is left behind
 
 
-def test_closing_leaves_no_thread_and_no_shared_memory(server: EmbeddedValkey) -> None:
+def test_closing_leaves_no_thread_and_no_shared_memory(any_redis: EmbeddedValkey) -> None:
     before, shared = set(threading.enumerate()), _shared_memory()
-    tier = LmcacheTier(server.address, LmcacheNames.of_layout(LAYOUT), BLOCK_BYTES, CONFIG)
+    tier = LmcacheTier(any_redis.address, LmcacheNames.of_layout(LAYOUT), BLOCK_BYTES, CONFIG)
     names = keys(8)
     put(tier, names, blocks(8))
     load(tier, names, room(8))
@@ -279,7 +270,7 @@ def test_closing_leaves_no_thread_and_no_shared_memory(server: EmbeddedValkey) -
     assert {thread.name for thread in threading.enumerate() if thread not in before and thread.is_alive()} == set()
 
 
-def test_the_interpreter_ends_with_an_open_tier(server: EmbeddedValkey) -> None:
+def test_the_interpreter_ends_with_an_open_tier(any_redis: EmbeddedValkey) -> None:
     """Whoever forgets to close it is not kept from leaving; and LMCache told nobody about us."""
     program = f"""
 import os
@@ -287,7 +278,7 @@ from lamina_kvtier.lmcache_tier import LmcacheTier
 from lamina_kvtier.lmcache_wire import LmcacheNames
 from lamina_kvtier.redis_plane import RedisAddress
 from lamina_kvtier.tier import BlockKey
-tier = LmcacheTier(RedisAddress(path={server.address.path!r}), LmcacheNames("m"), 100)
+tier = LmcacheTier(RedisAddress(path={any_redis.address.path!r}), LmcacheNames("m"), 100)
 print(tier.put([BlockKey(bytes(32), "t")], [memoryview(bytes(100))]).result(), os.environ["LMCACHE_TRACK_USAGE"])
 """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("LMCACHE", "DO_NOT"))}

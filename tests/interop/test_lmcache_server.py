@@ -16,7 +16,7 @@ pytest.importorskip("lmcache", reason="lmcache is not installed; `make lmcache-c
 
 import torch
 
-from fixtures.redis import redis_servers, running_redis, tell
+from fixtures.redis import tell
 from lamina.wiring.valkey import EmbeddedValkey
 from lamina_kvtier.lmcache_tier import LmcacheTier, LmcacheTierConfig
 from lamina_kvtier.lmcache_wire import LmcacheNames
@@ -34,19 +34,10 @@ CONFIG = LmcacheTierConfig(lookup_s=20, load_s=20, put_s=20, delete_s=20)
 
 
 @pytest.fixture(scope="module")
-def valkey() -> Iterator[EmbeddedValkey]:
-    found = redis_servers()
-    if not found:
-        pytest.skip("no server here")
-    with running_redis(next(iter(found.values()))) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def port(valkey: EmbeddedValkey) -> Iterator[int]:
+def port(any_redis: EmbeddedValkey) -> Iterator[int]:
     """LMCache's RESP adapter speaks TCP only."""
-    assert valkey.address.path is not None
-    with FaultProxy(valkey.address.path) as proxy:
+    assert any_redis.address.path is not None
+    with FaultProxy(any_redis.address.path) as proxy:
         yield proxy.port
 
 
@@ -84,8 +75,8 @@ def worker(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lmca
 
 
 @pytest.fixture
-def tier(valkey: EmbeddedValkey) -> Iterator[LmcacheTier]:
-    tier = LmcacheTier(valkey.address, LmcacheNames(MODEL), BLOCK_BYTES, CONFIG)
+def tier(any_redis: EmbeddedValkey) -> Iterator[LmcacheTier]:
+    tier = LmcacheTier(any_redis.address, LmcacheNames(MODEL), BLOCK_BYTES, CONFIG)
     yield tier
     tier.close()
 
@@ -109,11 +100,11 @@ def test_what_the_server_stored_our_tier_finds_and_loads(worker: LmcacheWorker, 
     assert into == [_bytes(block) for block in contents]
 
 
-def test_a_salt_keeps_apart_and_is_shared(worker: LmcacheWorker, valkey: EmbeddedValkey) -> None:
+def test_a_salt_keeps_apart_and_is_shared(worker: LmcacheWorker, any_redis: EmbeddedValkey) -> None:
     """Both spell it alike; and what is stored under one is not there under another, nor without."""
     tokens, contents = _tokens(), _contents()
     keys = [BlockKey(block, "tenant") for block in worker.hashes(tokens)]
-    salted = LmcacheTier(valkey.address, LmcacheNames(MODEL, salt="red"), BLOCK_BYTES, CONFIG)
+    salted = LmcacheTier(any_redis.address, LmcacheNames(MODEL, salt="red"), BLOCK_BYTES, CONFIG)
     try:
         assert salted.put(keys, [_bytes(block) for block in contents]).result(PATIENCE_S) == (Outcome.OK,) * BLOCKS
     finally:
@@ -124,15 +115,15 @@ def test_a_salt_keeps_apart_and_is_shared(worker: LmcacheWorker, valkey: Embedde
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(contents, retrieved, strict=True))
 
 
-def test_our_own_identities_never_meet_those_of_a_fleet(worker: LmcacheWorker, valkey: EmbeddedValkey) -> None:
+def test_our_own_identities_never_meet_those_of_a_fleet(worker: LmcacheWorker, any_redis: EmbeddedValkey) -> None:
     """Lamina's blocks have another model name and 32 bytes of another chain."""
     names = LmcacheNames.of_layout(b"\x01" * 32)
-    ours = LmcacheTier(valkey.address, names, BLOCK_BYTES, CONFIG)
+    ours = LmcacheTier(any_redis.address, names, BLOCK_BYTES, CONFIG)
     try:
         tokens = _tokens()
         keys = [BlockKey(block, "tenant") for block in worker.hashes(tokens)]
         assert ours.put(keys, [_bytes(block) for block in _contents()]).result(PATIENCE_S) == (Outcome.OK,) * BLOCKS
-        stored = tell(valkey, b"EXISTS", *(names.key(key.id) for key in keys))
+        stored = tell(any_redis, b"EXISTS", *(names.key(key.id) for key in keys))
         assert stored == BLOCKS
         assert worker.found(tokens) == 0
     finally:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fixtures.engines import Outputs, collect, request
 from lamina.engine.core import EngineCore
 from lamina.errors import ExceedsQuota
 from lamina.types import FinishReason, GenerationRequest
+from support.replay import Replay
 
-__all__ = ["Crowd"]
+__all__ = ["SMALL", "Crowd"]
+
+SMALL: dict[str, Any] = {"num_blocks": 14, "max_batch_tokens": 48, "max_running": 6, "max_waiting": 200}  # its engine
 
 TENANTS = {"a": 4, "b": 2, "c": 1, "d": 1}  # and how often each one asks
 
@@ -43,6 +47,10 @@ class Crowd:
             if self._submitted == self.count and not core.has_work():
                 return
         raise AssertionError("the engine made no progress")
+
+    def differences(self, replay: Replay) -> list[str]:
+        """From what each of its requests says alone; see `Replay`."""
+        return replay.differences(self.requests.values(), self.tokens, self.endings, self.cancelled)
 
     def _submit(self, core: EngineCore) -> None:
         dice = self.dice
