@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lamina_kvtier.errors import QuotaNotCoverable
 from lamina_kvtier.identity import BlockId
+from lamina_kvtier.over_shares import OverShares
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import BlockKey
@@ -61,6 +62,7 @@ class MemoryStore:
         self._queues: defaultdict[str, list[tuple[int, BlockId]]] = defaultdict(list)  # heaps; old entries stay a while
         self._used: Counter[str] = Counter()
         self._quotas: dict[str, Quota] | None = None
+        self._over = OverShares(self._over_share)
         self._tick = 0
         self._lock = threading.RLock()
 
@@ -73,6 +75,8 @@ class MemoryStore:
             if need > coverable:
                 raise QuotaNotCoverable(None, limit=coverable, need=need, have=coverable)
             self.limit, self._quotas = limit, dict(quotas)
+            for namespace in self._used:
+                self._over.changed(namespace)
             self._drop_expired()
             while self.bytes > self._room and (victim := self._furthest_over(self._tick)) is not None:
                 self._evict(victim, self._tick, Reason.PRESSURE, Counter())
@@ -124,10 +128,7 @@ class MemoryStore:
             value = self._values.pop(identity, None)
             if value is None:
                 return False
-            self.bytes -= len(value.data)
-            self._used[value.namespace] -= len(value.data)
-            if not self._used[value.namespace]:
-                del self._used[value.namespace]
+            self._charge(value.namespace, -len(value.data))
             return True
 
     def forget(self, namespace: str) -> int:
@@ -141,8 +142,7 @@ class MemoryStore:
         with self._lock:
             value = self._values[identity]
             data = change(value.data)
-            self.bytes += len(data) - len(value.data)
-            self._used[value.namespace] += len(data) - len(value.data)
+            self._charge(value.namespace, len(data) - len(value.data))
             value.data = data
 
     def by_namespace(self) -> Counter[str]:
@@ -201,15 +201,14 @@ class MemoryStore:
 
     def _furthest_over(self, base: int) -> str | None:
         """Who has a block that may go beyond its reservation, and is furthest over its share; by name among equals."""
+        return next((name for _, name in self._over if self._oldest(name, base) is not None), None)
 
-        def over(namespace: str) -> float:
-            if not namespace:  # nobody's: first of all
-                return math.inf
-            quota = self._quota(namespace)
-            return (self._used[namespace] - quota.reserved) / quota.weight
-
-        found = [name for name in list(self._used) if over(name) > 0 and self._oldest(name, base) is not None]
-        return min(found, key=lambda name: (-over(name), name), default=None)
+    def _over_share(self, namespace: str) -> float | None:
+        """None: it has nothing beyond its reservation."""
+        used, quota = self._used[namespace], self._quota(namespace)
+        if not namespace and used:  # nobody's: first of all
+            return math.inf
+        return (used - quota.reserved) / quota.weight if used > quota.reserved else None
 
     def _evict(self, namespace: str, base: int, reason: Reason, victims: Counter[tuple[str, Reason]]) -> bool:
         victim = self._oldest(namespace, base)
@@ -240,9 +239,15 @@ class MemoryStore:
 
     def _add(self, key: BlockKey, data: bytes, tick: int) -> None:
         self._values[key.id] = _Value(data, key.namespace, self._clock() + self._ttl_s)
-        self.bytes += len(data)
-        self._used[key.namespace] += len(data)
+        self._charge(key.namespace, len(data))
         self._use(key.id, tick)
+
+    def _charge(self, namespace: str, size: int) -> None:
+        self.bytes += size
+        self._used[namespace] += size
+        if not self._used[namespace]:
+            del self._used[namespace]
+        self._over.changed(namespace)
 
     def _use(self, identity: BlockId, tick: int) -> None:
         value = self._values[identity]

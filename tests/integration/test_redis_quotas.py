@@ -87,6 +87,13 @@ class _Looker:
     def tell(self, *command: bytes) -> Reply:
         return tell(self._server, *command)
 
+    def commands(self) -> dict[bytes, int]:
+        """How often each has been run by scripts and connections, but for those that any connection begins with."""
+        stats = self.tell(b"INFO", b"commandstats")
+        assert isinstance(stats, bytes)
+        counted = re.findall(rb"cmdstat_(\S+):calls=(\d+)", stats)
+        return {name: int(count) for name, count in counted if name not in (b"info", b"hello", b"select", b"ping")}
+
     def contradictions(self) -> list[str]:
         return contradictions(self.tell, self.scope)
 
@@ -262,7 +269,7 @@ def test_a_server_that_lost_everything_gets_its_quotas_again(redis_server: Embed
     assert used(tier) == {"ann": 2}
 
 
-@pytest.mark.parametrize("part", [b"meta", b"used", b"block", b"use:ann", b"quota"])
+@pytest.mark.parametrize("part", [b"meta", b"used", b"block", b"use:ann", b"quota", b"over"])
 def test_a_ledger_that_lost_a_part_mends_itself(redis_server: EmbeddedValkey, connect: Connect, part: bytes) -> None:
     """A server that does evict may take any key. Blocks may become nobody's; what is counted is what is there."""
     tier = connect(redis_server.address)
@@ -277,6 +284,64 @@ def test_a_ledger_that_lost_a_part_mends_itself(redis_server: EmbeddedValkey, co
     assert look.contradictions() == []
     fill(tier, 10, "bob")
     assert look.contradictions() == []
+
+
+def test_a_ledger_without_an_order_of_victims_gets_one(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """As engines wrote it that knew none. Each of their calls is noticed, also beside those of others."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 6, ann=quota(reserved=4))
+    look = _Looker(redis_server, tier)
+    meta, over = look.scope + b"ledger1:meta", look.scope + b"ledger1:over"
+    ann, bob = fill(tier, 2, "ann"), fill(tier, 4, "bob")
+    total = b"%d" % (6 * VALUE_BYTES)
+    for left in ([], [b"-1e9", b"ann"], [b"-1e9", b"long gone", b"1e9", b"bob"]):
+        tell(redis_server, b"HSET", meta, b"total", total)
+        tell(redis_server, b"DEL", over)
+        if left:
+            tell(redis_server, b"ZADD", over, *left)
+        fill(tier, 1, "cat")
+        assert look.contradictions() == []
+    assert there(tier, ann) == [True, True]
+    assert used(tier) == {"ann": 2, "bob": 1, "cat": 3}
+    assert there(tier, bob) == [True, False, False, False]
+
+
+def test_an_old_order_of_an_empty_store_is_not_believed(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """An engine that knew none has deleted the last block."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 2)
+    assert tier.delete(ids(fill(tier, 1, "long gone"))).result(PATIENCE_S) == Tally(1, OK)
+    look = _Looker(redis_server, tier)
+    tell(redis_server, b"HSET", look.scope + b"ledger1:meta", b"total", b"0", b"tick", b"1")
+    tell(redis_server, b"ZADD", look.scope + b"ledger1:over", b"-1e9", b"long gone")
+    fill(tier, 2, "ann")
+    fill(tier, 2, "bob")
+    assert look.contradictions() == []
+    assert used(tier) == {"bob": 2}
+
+
+def test_a_put_that_evicts_asks_no_more_among_many(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """Whoever else there is: the server runs the same commands."""
+    commands: list[dict[bytes, int]] = []
+    for others in (1, 200):
+        tell(redis_server, b"FLUSHALL")
+        tier = connect(redis_server.address)
+        look = _Looker(redis_server, tier)
+        set_quotas(tier, others + 5)
+        for number in range(others):
+            fill(tier, 1, f"t{number:03}")
+        fill(tier, 5, "ann")
+        assert tier.settle(PATIENCE_S)
+        assert tier.reconcile(PATIENCE_S)
+        before = look.commands()
+        assert put(tier, keys(3, "bob"), blocks(3)) == (OK,) * 3
+        commands.append({name: count - before.get(name, 0) for name, count in look.commands().items()})
+        assert tier.usage().evictions == {("ann", Reason.PRESSURE): 3}
+        tier.close()
+    few, many = commands
+    assert few == many
+    for whole in (b"hgetall", b"hkeys"):
+        assert few.get(whole, 0) == 0
 
 
 def test_killed_and_restarted(redis_binary: Path, connect: Connect) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
@@ -22,6 +23,9 @@ for _, set in ipairs({ KEYS[1] .. 'expiry', KEYS[1] .. 'lease' }) do
 end
 return 0
 """
+
+
+_SCORES = b"return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')"  # as text, whatever the protocol
 
 
 def pass_time(tell: Tell, scope: bytes, milliseconds: int) -> None:
@@ -52,9 +56,23 @@ def contradictions(tell: Tell, scope: bytes) -> list[str]:
     queued = {(space, name) for space, key in queues.items() for name in _list(tell(b"ZRANGE", key, b"0", b"-1"))}
     if queued != {(space, name) for name, (_, holder, space) in entries.items() if holder == b"-"}:
         found.append("the queues of use are not the kept blocks")
+    quotas = {
+        name: [float(part) for part in text.split()] for name, text in _pairs(tell(b"HGETALL", ledger + b"quota"))
+    }
+    shares = {name: float(score) for name, score in _pairs(tell(b"EVAL", _SCORES, b"1", ledger + b"over"))}
+    expected = {name: _score(name, size, quotas, name in queues) for name, size in charged.items()}
+    if shares != expected:
+        found.append(f"the order of victims is {shares}, not {expected}")
     if leases := _list(tell(b"ZRANGE", ledger + b"lease", b"0", b"-1")):
         found.append(f"{len(leases)} leases")
     return found
+
+
+def _score(namespace: bytes, used: int, quotas: dict[bytes, list[float]], has_kept: bool) -> float:
+    if not has_kept:
+        return math.inf
+    reserved, _, weight = quotas.get(namespace, [0.0, math.inf, 1.0])
+    return -(used - reserved) / weight if namespace else -math.inf
 
 
 def _list(reply: Reply) -> list[bytes]:

@@ -5,6 +5,8 @@
 --           quota       hash         namespace -> "reserved limit weight"
 --           used        hash         namespace -> bytes
 --           block       hash         identity -> "bytes holder namespace"; holder "-": kept, else the put that writes it
+--           over        sorted set   those of `used` by how far they are over their shares, negated: so the first is the
+--                                    furthest over, by name among equals; +inf: it has no kept block
 --           use:<name>  sorted set   a namespace's kept blocks by the tick of their last use
 --           lease       sorted set   blocks being written, by when that promise ends (ms)
 --           expiry      sorted set   kept blocks with a time to live, by its end (ms)
@@ -19,7 +21,7 @@ local MOST_VICTIMS, MOST_DUE, MOST_FORGOTTEN = 1000, 256, 256 -- of one call: no
 
 local VALUE = KEYS[2]
 local META, QUOTA, USED, BLOCK = KEYS[1] .. 'meta', KEYS[1] .. 'quota', KEYS[1] .. 'used', KEYS[1] .. 'block'
-local USE, LEASE, EXPIRY = KEYS[1] .. 'use:', KEYS[1] .. 'lease', KEYS[1] .. 'expiry'
+local OVER, USE, LEASE, EXPIRY = KEYS[1] .. 'over', KEYS[1] .. 'use:', KEYS[1] .. 'lease', KEYS[1] .. 'expiry'
 local call = redis.call
 
 local time = call('TIME')
@@ -27,12 +29,16 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local room, total, tick -- of META, written back by `save`
 local base -- ticks up to this one are from before this call
 
+-- What a total begins with whose writer kept OVER, too. One from before there was that set writes none: so each of its
+-- calls is noticed, while both kinds of engines share the store.
+local MARK = '+'
+
 local function int(number) return string.format('%.0f', number) end
 
 -- Charges. Read once, written once.
 
-local quotas, used, changed = {}, {}, {}
-local heap, stale -- made when somebody needs a victim; `stale`: whose charge has changed since it was looked at
+local quotas, used = {}, {}
+local changed, stale = {}, {} -- namespaces: USED, OVER do not say any more how they are
 
 local function quota_of(namespace)
   if not quotas[namespace] then
@@ -55,53 +61,39 @@ local function over_share(namespace)
   return (used_of(namespace) - quota.reserved) / quota.weight
 end
 
--- A heap of {over share, namespace}, furthest over first. Entries that are not true any more are passed over.
-
-local function goes_before(one, other)
-  return one[1] > other[1] or (one[1] == other[1] and one[2] < other[2])
-end
-
-local function push(namespace)
-  local entry, at = { over_share(namespace), namespace }, #heap + 1
-  while at > 1 do
-    local above = math.floor(at / 2)
-    if not goes_before(entry, heap[above]) then break end
-    heap[at] = heap[above]
-    at = above
-  end
-  heap[at] = entry
-end
-
-local function pop()
-  local last, count = table.remove(heap), #heap
-  if count == 0 then return end
-  local at = 1
-  while 2 * at <= count do
-    local below = 2 * at
-    if below < count and goes_before(heap[below + 1], heap[below]) then below = below + 1 end
-    if not goes_before(heap[below], last) then break end
-    heap[at] = heap[below]
-    at = below
-  end
-  heap[at] = last
+local function note(namespace) -- its charge or its kept blocks have changed
+  changed[namespace], stale[namespace] = true, true
 end
 
 local function charge(namespace, bytes)
   used[namespace] = used_of(namespace) + bytes
   total = total + bytes
-  changed[namespace] = true
-  if stale then stale[namespace] = true end
+  note(namespace)
+end
+
+local function rank(namespace, has_kept)
+  if used_of(namespace) <= 0 then
+    call('ZREM', OVER, namespace)
+  else
+    call('ZADD', OVER, has_kept and string.format('%.17g', -over_share(namespace)) or '+inf', namespace)
+  end
+end
+
+local function rank_all() -- O(namespaces): with new quotas, or when OVER cannot be relied on
+  call('DEL', OVER)
+  for _, namespace in ipairs(call('HKEYS', USED)) do note(namespace) end
 end
 
 local function save()
   for namespace in pairs(changed) do
-    if used[namespace] > 0 then
+    if used_of(namespace) > 0 then
       call('HSET', USED, namespace, int(used[namespace]))
     else
       call('HDEL', USED, namespace)
     end
+    rank(namespace, call('EXISTS', USE .. namespace) == 1)
   end
-  call('HSET', META, 'total', int(total), 'tick', int(tick))
+  call('HSET', META, 'total', MARK .. int(total), 'tick', int(tick))
 end
 
 -- Blocks.
@@ -175,35 +167,25 @@ local function evict(namespace, reason, id) -- the identity, where it is known a
   victims = victims + 1
   local before = used_of(namespace)
   drop(id)
-  if used_of(namespace) == before then call('ZREM', USE .. namespace, id) end -- the ledger had lost its entry
+  if used_of(namespace) == before then -- the ledger had lost its entry
+    call('ZREM', USE .. namespace, id)
+    note(namespace)
+  end
   local name = reason .. namespace
   evicted[name] = (evicted[name] or 0) + 1
   return true
 end
 
-local function make_heap()
-  local found = call('HGETALL', USED)
-  for at = 1, #found, 2 do
-    used[found[at]] = used[found[at]] or tonumber(found[at + 1])
-  end
-  heap, stale = {}, {}
-  for namespace in pairs(used) do stale[namespace] = true end
-end
-
-local function furthest_over()
-  if not heap then make_heap() end
-  for namespace in pairs(stale) do
-    stale[namespace] = nil
-    push(namespace)
-  end
-  while heap[1] and heap[1][1] > 0 do
-    local over, namespace = heap[1][1], heap[1][2]
-    if over == over_share(namespace) and not barren[namespace] then
-      local id = oldest(namespace)
-      if id then return namespace, id end
-      barren[namespace] = true
-    end
-    pop()
+local function furthest_over() -- and its oldest block; nil: nobody has one beyond its reservation
+  while true do
+    for namespace in pairs(stale) do rank(namespace, not barren[namespace]) end
+    stale = {}
+    local namespace = call('ZRANGE', OVER, 0, 0)[1]
+    if not namespace or barren[namespace] or over_share(namespace) <= 0 then return end
+    local id = oldest(namespace)
+    if id then return namespace, id end
+    barren[namespace] = true -- for this call: all that it has is being written, or was used just now
+    note(namespace)
   end
 end
 
@@ -339,6 +321,7 @@ local function forget()
   for _, id in ipairs(ids) do
     if drop(id) then gone = gone + 1 end
     call('ZREM', USE .. namespace, id)
+    note(namespace)
   end
   return { gone, call('EXISTS', USE .. namespace) }
 end
@@ -371,7 +354,8 @@ local function sweep()
       if holder == KEPT and length(id) ~= bytes then
         drop(id)
       elseif holder == KEPT then
-        call('ZADD', USE .. namespace, 'NX', 0, id) -- the server may have evicted that set
+        -- The server may have evicted that set.
+        if call('ZADD', USE .. namespace, 'NX', 0, id) == 1 then note(namespace) end
       end
     end
     entries = found[1] == '0' and 'done' or found[1]
@@ -394,8 +378,8 @@ local function rebuild() -- from the entries; what has none is found by a sweep,
   if call('EXISTS', BLOCK) == 0 then
     for _, namespace in ipairs(call('HKEYS', USED)) do call('DEL', USE .. namespace) end
   end
-  call('DEL', USED)
-  used, changed, total = {}, {}, 0
+  call('DEL', USED, OVER)
+  used, changed, stale, total = {}, {}, {}, 0
   local found = call('HGETALL', BLOCK)
   for at = 1, #found, 2 do
     local bytes, _, namespace = entry(found[at])
@@ -411,6 +395,8 @@ local function install()
   for at = 3, #ARGV, 4 do
     call('HSET', QUOTA, ARGV[at], ARGV[at + 1] .. ' ' .. ARGV[at + 2] .. ' ' .. ARGV[at + 3])
   end
+  quotas = {}
+  rank_all()
   return 'OK'
 end
 
@@ -425,7 +411,11 @@ tick = tonumber(meta[3] or now * 1000) -- begins above any that an evicted META 
 base = tick
 if not room and ARGV[1] == 'delete' then return delete() end -- of entries that are left, `rebuild` takes care
 if not room and ARGV[1] ~= 'install' then return redis.error_reply('NOLEDGER there is none here') end
-if not meta[2] or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then rebuild() end -- the server evicted part of it
+if not meta[2] or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then -- the server evicted part of it
+  rebuild()
+elseif string.sub(meta[2], 1, 1) ~= MARK or (total > 0 and call('EXISTS', OVER) == 0) then
+  rank_all()
+end
 if ARGV[1] ~= 'install' then drop_what_is_due() end
 local answer = operations[ARGV[1]]()
 save()
