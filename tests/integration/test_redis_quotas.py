@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.redis_blocks import RedisBlocks
 from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
-from lamina_kvtier.redis_plane.ledger import LedgerCalls
+from lamina_kvtier.redis_plane.ledger import Admission, LedgerCalls
 from lamina_kvtier.redis_plane.resp import Reply
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.tier import BlockKey, Outcome, StoreTier, Tally
@@ -87,12 +88,13 @@ class _Looker:
     def tell(self, *command: bytes) -> Reply:
         return tell(self._server, *command)
 
-    def commands(self) -> dict[bytes, int]:
+    def commands(self) -> Counter[bytes]:
         """How often each has been run by scripts and connections, but for those that any connection begins with."""
         stats = self.tell(b"INFO", b"commandstats")
         assert isinstance(stats, bytes)
         counted = re.findall(rb"cmdstat_(\S+):calls=(\d+)", stats)
-        return {name: int(count) for name, count in counted if name not in (b"info", b"hello", b"select", b"ping")}
+        begins = (b"info", b"hello", b"select", b"ping")
+        return Counter({name: int(count) for name, count in counted if name not in begins})
 
     def contradictions(self) -> list[str]:
         return contradictions(self.tell, self.scope)
@@ -322,26 +324,37 @@ def test_an_old_order_of_an_empty_store_is_not_believed(redis_server: EmbeddedVa
 
 def test_a_put_that_evicts_asks_no_more_among_many(redis_server: EmbeddedValkey, connect: Connect) -> None:
     """Whoever else there is: the server runs the same commands."""
-    commands: list[dict[bytes, int]] = []
+    tier = connect(redis_server.address)
+    look = _Looker(redis_server, tier)
+    calls = LedgerCalls(look.scope, ttl_ms=None, lease_ms=5000)
+    blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
+
+    def put(count: int, namespace: str) -> Counter[tuple[str, Reason]]:
+        names = keys(count, namespace)
+        reserve = calls.reserve(b"put", [(name.id, VALUE_BYTES, namespace) for name in names])
+        blocks_.ask([reserve], PATIENCE_S, lambda: None).result()
+        assert isinstance(reserve.result, Admission)
+        assert reserve.result.fates == "w" * count
+        stores = [blocks_.store(name, value, 5000) for name, value in zip(names, blocks(count), strict=True)]
+        blocks_.move(stores, PATIENCE_S, lambda: None).result()
+        written = [(name.id, reserve.result.base + count - at) for at, name in enumerate(names)]
+        blocks_.ask([calls.commit(b"put", written, [])], PATIENCE_S, lambda: None).result()
+        return Counter(reserve.result.victims)
+
+    asked: list[Counter[bytes]] = []
     for others in (1, 200):
-        tell(redis_server, b"FLUSHALL")
-        tier = connect(redis_server.address)
-        look = _Looker(redis_server, tier)
-        set_quotas(tier, others + 5)
+        look.tell(b"FLUSHALL")
+        blocks_.ask([calls.install((others + 5) * VALUE_BYTES, {})], PATIENCE_S, lambda: None).result()
         for number in range(others):
-            fill(tier, 1, f"t{number:03}")
-        fill(tier, 5, "ann")
-        assert tier.settle(PATIENCE_S)
-        assert tier.reconcile(PATIENCE_S)
+            put(1, f"t{number:03}")
+        put(5, "ann")
         before = look.commands()
-        assert put(tier, keys(3, "bob"), blocks(3)) == (OK,) * 3
-        commands.append({name: count - before.get(name, 0) for name, count in look.commands().items()})
-        assert tier.usage().evictions == {("ann", Reason.PRESSURE): 3}
-        tier.close()
-    few, many = commands
+        assert put(3, "bob") == {("ann", Reason.PRESSURE): 3}
+        asked.append(look.commands() - before)
+        assert look.contradictions() == []
+    few, many = asked
     assert few == many
-    for whole in (b"hgetall", b"hkeys"):
-        assert few.get(whole, 0) == 0
+    assert not {b"hgetall", b"hkeys"} & few.keys()
 
 
 def test_killed_and_restarted(redis_binary: Path, connect: Connect) -> None:
