@@ -85,6 +85,10 @@ class MemoryStore:
     def has_quotas(self) -> bool:
         return self._quotas is not None
 
+    def has_quota(self, namespace: str) -> bool:
+        """Whether this one has."""
+        return namespace in (self._quotas or {})
+
     def put(self, blocks: Sequence[tuple[BlockKey, bytes]]) -> Stored:
         """Head of the prefix first. Under quotas what is there already is left as it is, and only used."""
         with self._lock:

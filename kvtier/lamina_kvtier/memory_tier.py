@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from lamina_kvtier.block_codec import BlockCodec
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.memory_store import MemoryStore
+from lamina_kvtier.namespace_counts import NamespaceCounts
 from lamina_kvtier.operations import Ended, Promise
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
@@ -59,8 +60,8 @@ class MemoryTier:
         self._codec, self._name, self._run = codec, name, run
         self._puts: Counter[Outcome] = Counter()
         self._loads: Counter[Outcome] = Counter()
-        self._refusals: Counter[tuple[str, Reason]] = Counter()
-        self._evictions: Counter[tuple[str, Reason]] = Counter()
+        self._refusals: NamespaceCounts[Reason] = NamespaceCounts(store.has_quota)
+        self._evictions: NamespaceCounts[Reason] = NamespaceCounts(store.has_quota)
         self._lock = threading.RLock()  # held while an operation runs, so that `close` ends all or waits for one
         self._waiting: dict[Promise[Any], Any] = {}  # and what they end with if they are never run
         self._closed = False
@@ -150,10 +151,11 @@ class MemoryTier:
     def _put(self, pairs: Sequence[tuple[BlockKey, memoryview]]) -> list[Outcome]:
         blocks = [(key, b"".join(self._codec.encode(key, value))) for key, value in pairs]
         stored = self.store.put(blocks)
-        self._evictions.update(stored.victims)
-        if self.store.has_quotas:
-            fared = zip(pairs, stored.refused, strict=True)
-            self._refusals.update((key.namespace, reason) for (key, _), reason in fared if reason is not None)
+        for (namespace, reason), count in stored.victims.items():
+            self._evictions.add(namespace, reason, count)
+        for (key, _), refusal in zip(pairs, stored.refused, strict=True):
+            if refusal is not None and self.store.has_quotas:
+                self._refusals.add(key.namespace, refusal)
         return [Outcome.OK if reason is None else Outcome.REFUSED for reason in stored.refused]
 
     def _load(self, pairs: Sequence[tuple[BlockId, memoryview]], adapter: bytes | None) -> list[Outcome]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from lamina_kvtier.identity import BlockId
+from lamina_kvtier.namespace_counts import NamespaceCounts
 from lamina_kvtier.operations import Ended
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
@@ -102,12 +102,15 @@ class PlainKeeping:
 
 
 class LedgerKeeping:
-    """Quotas, judged by the ledger in the store. Counts what this client's puts were refused, and cost others."""
+    """Quotas, judged by the ledger in the store. Counts what this client's puts were refused, and cost others.
+
+    Each namespace with a quota is counted by itself. Of the others only so many are: see `NamespaceCounts`.
+    """
 
     def __init__(self, blocks: RedisBlocks, calls: LedgerCalls) -> None:
         self.policy: tuple[int, Mapping[str, Quota]] | None = None  # room in bytes, quotas; None: room is not known
-        self.refusals: Counter[tuple[str, Reason]] = Counter()
-        self.evictions: Counter[tuple[str, Reason]] = Counter()
+        self.refusals: NamespaceCounts[Reason] = NamespaceCounts(self._has_quota)
+        self.evictions: NamespaceCounts[Reason] = NamespaceCounts(self._has_quota)
         self.lock = threading.Lock()  # guards the counters
         self._blocks, self._calls = blocks, calls
 
@@ -148,7 +151,12 @@ class LedgerKeeping:
 
     def count_victims(self, victims: Mapping[tuple[str, Reason], int]) -> None:
         with self.lock:
-            self.evictions.update(victims)
+            for (namespace, reason), count in victims.items():
+                self.evictions.add(namespace, reason, count)
+
+    def _has_quota(self, namespace: str) -> bool:
+        policy = self.policy
+        return policy is not None and namespace in policy[1]
 
     def _put_all(
         self, chain: Chain[Outcomes], pairs: Sequence[tuple[BlockKey, memoryview]], tally: Tallied
@@ -206,13 +214,14 @@ class LedgerKeeping:
         if isinstance(result, ErrorReply | Failure):
             return dict.fromkeys(written, self._blocks.fate(result))
         with self.lock:
-            self.refusals.update(
-                (keys[at].namespace, Reason.PRESSURE) for at, fate in zip(written, result, strict=True) if fate == "x"
-            )
+            for at, fate in zip(written, result, strict=True):
+                if fate == "x":
+                    self.refusals.add(keys[at].namespace, Reason.PRESSURE)
         return {at: _FATES[letter] for at, letter in zip(written, result, strict=True)}
 
     def _count(self, keys: Sequence[BlockKey], answer: Admission) -> None:
-        fared = zip(keys, answer.fates, strict=True)
         with self.lock:
-            self.refusals.update((key.namespace, _REASONS[fate]) for key, fate in fared if fate in _REASONS)
-            self.evictions.update(answer.victims)
+            for key, fate in zip(keys, answer.fates, strict=True):
+                if fate in _REASONS:
+                    self.refusals.add(key.namespace, _REASONS[fate])
+        self.count_victims(answer.victims)

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
+from lamina_kvtier.namespace_counts import FOLDED, MAX_NAMESPACES
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
 from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.redis_usage import room_for_values
-from lamina_kvtier.tier import Outcome
+from lamina_kvtier.tier import BlockKey, Outcome
 from support.scripted_redis import ScriptedRedis
 from support.tier_contract import BLOCK_BYTES, LAYOUT, PATIENCE_S, blocks, keys, put
 
@@ -130,6 +131,30 @@ def test_only_what_is_granted_is_written(server: Server, tier: RedisTier) -> Non
     usage = tier.usage()
     assert usage.refusals == {("tenant", Reason.OWN_QUOTA): 1, ("tenant", Reason.PRESSURE): 1}
     assert usage.evictions == {("neighbour", Reason.PRESSURE): 3}
+
+
+def test_counts_of_many_namespaces_take_bounded_memory(server: Server, tier: RedisTier) -> None:
+    """Those without a quota are one after a while, and nothing is lost of the sums."""
+    names: list[BlockKey] = []
+
+    def refuse(_: list[bytes]) -> bytes:
+        lost = b"".join(bulk(b"p" + key.namespace.encode()) + b":1\r\n" for key in names)
+        return b"*3\r\n" + bulk(b"7") + bulk(b"q" * len(names)) + b"*%d\r\n" % (2 * len(names)) + lost
+
+    server.answers[b"reserve"] = refuse
+    (value,) = blocks(1)
+    most, asked = MAX_NAMESPACES + 256, 0
+    while asked < most + 500:
+        names = [BlockKey(bytes(32), f"t{asked + at}") for at in range(100)]
+        names += [] if asked else [BlockKey(bytes(32), "tenant")]
+        assert set(put(tier, names, [value] * len(names))) == {Outcome.REFUSED}
+        asked += len(names)
+    usage = tier.usage()
+    for counts, reason in ((usage.refusals, Reason.OWN_QUOTA), (usage.evictions, Reason.PRESSURE)):
+        assert len(counts) <= most
+        assert counts["tenant", reason] == 1, "who has a quota keeps a row, however old"
+        assert counts[FOLDED, reason] > 0
+        assert sum(counts.values()) == asked
 
 
 def test_a_script_that_the_server_does_not_know_is_sent_whole(server: Server, tier: RedisTier) -> None:
