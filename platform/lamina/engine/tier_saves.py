@@ -17,7 +17,8 @@ from itertools import islice
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_hot import HotPrefixes
-from lamina.engine.tier_spill import SPILL_BATCH, Puts, Spills
+from lamina.engine.tier_puts import Puts
+from lamina.engine.tier_spill import SPILL_BATCH, Spills
 from lamina_kvtier.host_tier import HostTier, Reservation
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager

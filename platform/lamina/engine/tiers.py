@@ -3,9 +3,10 @@
     device pool ──spill──▶ host memory ──put──▶ store (Redis, ...)
                 ◀─promote──            ◀─load──
 
-Down (`tier_spill`): blocks that would be evicted next are copied, and stay where they are until somebody needs the
-room. Up (`tier_fetch`): a *fetch* of one choice copies what it lacks into newly allocated blocks and publishes them, so
-that the choice finds them as any cached prefix, when it starts or when its computing gets there. Others run meanwhile.
+Down (`tier_spill`, `tier_puts`): blocks that would be evicted next are copied, and stay where they are until somebody
+needs the room; `tier_saves` adds those that stay for good. Up (`tier_fetch`): a *fetch* of one choice copies what it
+lacks into newly allocated blocks and publishes them, so that the choice finds them as any cached prefix, when it starts
+or when its computing gets there. Others run meanwhile.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_fetch import Fetch, begin
 from lamina.engine.tier_lift import LiftPaths
 from lamina.engine.tier_protocol import Allocate, Below, TierStats
+from lamina.engine.tier_puts import Puts
 from lamina.engine.tier_quotas import require_nothing
 from lamina.engine.tier_rates import Rates
 from lamina.engine.tier_saves import Saves
-from lamina.engine.tier_spill import Puts, Spills
+from lamina.engine.tier_spill import Spills
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks
 from lamina_kvtier.host_tier import HostTier
 from lamina_kvtier.identity import BlockId

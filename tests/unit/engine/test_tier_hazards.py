@@ -14,7 +14,7 @@ from fixtures.engines import Outputs, collect, drive, request, tiny_core
 from lamina.engine.plan import StepPlan
 from lamina.engine.request import Choice
 from lamina.engine.tier_protocol import Allocate, NoTiers
-from lamina.engine.tier_spill import Puts
+from lamina.engine.tier_puts import Puts
 from lamina.types import GenerationRequest, QuotaPolicy, TierQuota
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, Transfer
 from lamina_kvtier import KvManager, Quota

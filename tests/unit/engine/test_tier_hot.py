@@ -288,7 +288,7 @@ def test_a_limit_of_host_memory_is_kept(tmp_path: Path) -> None:
 
 
 def test_few_are_on_their_way_and_only_while_nothing_new_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.tier_spill._PUT_BYTES", 2 * 4096)
+    monkeypatch.setattr("lamina.engine.tier_puts._PUT_BYTES", 2 * 4096)
     store, steps = MemoryStore(), Steps()
     below = Below(host=16, store=store)
     below.run = steps

@@ -12,7 +12,7 @@ import pytest
 from fixtures.engines import drive, request, tiny_core
 from lamina.engine.core import EngineCore
 from lamina.engine.store_memory import StoreMemory
-from lamina.engine.tier_spill import Puts
+from lamina.engine.tier_puts import Puts
 from lamina.types import PinOrder, PinRecord, QuotaPolicy, TierQuota
 from lamina_kernels.gpu.block_mover import HostBlocks
 from lamina_kvtier.block_codec import BlockCodec
@@ -82,7 +82,7 @@ class Bench:
 
 def test_a_store_that_came_back_empty_is_filled_again_the_last_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """FLUSHALL, or a server that was killed while nobody looked: heads before tails, and pinned blocks, too."""
-    monkeypatch.setattr("lamina.engine.tier_spill._PUT_BYTES", 2 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._PUT_BYTES", 2 * BYTES)
     bench = Bench()
     tables = [bench.arrive(10 * at, 4) for at in range(3)]
     bench.pass_time(1)
@@ -198,8 +198,8 @@ def test_a_store_that_is_too_small_is_not_filled_over_and_over() -> None:
 
 
 def test_new_blocks_go_before_old_ones_and_little_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.engine.tier_spill._PUT_BYTES", 4 * BYTES)
-    monkeypatch.setattr("lamina.engine.tier_spill._MAX_PUT_BYTES", 32 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._PUT_BYTES", 4 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._MAX_PUT_BYTES", 32 * BYTES)
     steps = Steps()
     bench = Bench(steps=steps)
     old = bench.arrive(0, 40)

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from lamina.engine.tier_spill import Puts, Spills
+from lamina.engine.tier_puts import Puts
+from lamina.engine.tier_spill import Spills
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks
 from lamina_kernels.oracles import blocks as plain_kernels
 from lamina_kvtier import KvManager, Quota, QuotaBook
@@ -117,9 +118,9 @@ def test_a_failed_copy_is_no_copy_and_is_tried_again(monkeypatch: pytest.MonkeyP
 
 def test_puts_take_turns_by_tenant_and_forget_what_they_cannot_keep_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of one tenant does not keep another's blocks from the store; what exceeds the bounds is left out."""
-    monkeypatch.setattr("lamina.engine.tier_spill._PUT_BYTES", 2 * BYTES)
-    monkeypatch.setattr("lamina.engine.tier_spill._MAX_PUT_BYTES", 4 * BYTES)
-    monkeypatch.setattr("lamina.engine.tier_spill._MAX_QUEUED_BYTES", 40 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._PUT_BYTES", 2 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._MAX_PUT_BYTES", 4 * BYTES)
+    monkeypatch.setattr("lamina.engine.tier_puts._MAX_QUEUED_BYTES", 40 * BYTES)
     steps, store = Steps(), MemoryStore()
     tier = MemoryTier(store, BlockCodec(bytes(32), BYTES), run=steps)
     kv, host, arena = KvManager(10), HostTier(100, BYTES), HostBlocks(100, BYTES, pin=False)
