@@ -11,59 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+from lamina_kvtier.accounts import Account, Charge, out_of_reach
 from lamina_kvtier.admission import Cause, Decision, ReleaseRate, Verdict
 from lamina_kvtier.errors import IntegrityError, LedgerMisuse, OutOfBlocks, OverLimit
-from lamina_kvtier.quota import Quota, QuotaBook
+from lamina_kvtier.ledger_integrity import Sums, find_contradictions
+from lamina_kvtier.quota import QuotaBook
 
 __all__ = ["Account", "Charge", "Ledger"]
-
-
-class Account:
-    """One namespace's charges. Read it, never change it.
-
-    `committed` units are used, `idle` of them by nobody, `pending` ones are promised to admitted requests, and
-    `ahead` are what requests within the reservation may come to use later.
-    """
-
-    __slots__ = ("ahead", "committed", "held", "idle", "namespace", "pending", "promised", "quota")
-
-    def __init__(self, namespace: str, quota: Quota) -> None:
-        self.namespace, self.quota = namespace, quota
-        self.committed = self.idle = self.pending = self.ahead = 0
-        self.held = self.promised = 0  # out of the others' reach: now, and once all pending is committed
-
-    @property
-    def firm(self) -> int:
-        """Units in use or pinned: not even the namespace itself could reclaim them."""
-        return self.committed - self.idle
-
-    @property
-    def spoken_for(self) -> int:
-        """Units of the reservation that cannot be granted to another request."""
-        return self.firm + self.pending + self.ahead
-
-    @property
-    def over_share(self) -> float:
-        """How far beyond its reservation, in units per weight; negative within."""
-        return (self.committed - self.quota.reserved) / self.quota.weight
-
-    @property
-    def reclaimable(self) -> int:
-        """Units that others may take: idle, and beyond the reservation."""
-        return self.committed - self.held
-
-
-class Charge:
-    """Units that an admitted request may still take. Settle it: `commit` what was taken, `refund` the rest.
-
-    `pending` ones are out of the others' reach. An *assured* charge is of a request whose worst case is within its
-    namespace's reservation; `ahead` are those of its units that others may use until it wants them.
-    """
-
-    __slots__ = ("ahead", "assured", "namespace", "pending")
-
-    def __init__(self, namespace: str, pending: int, *, ahead: int = 0, assured: bool = False) -> None:
-        self.namespace, self.pending, self.ahead, self.assured = namespace, pending, ahead, assured
 
 
 class Ledger:
@@ -347,39 +301,8 @@ class Ledger:
 
     def contradictions(self, used: Mapping[str, int] | None = None) -> list[str]:
         """What `check_integrity` would complain about, one sentence each."""
-        found: list[str] = []
-        pending, ahead = (dict.fromkeys(self._accounts, 0) for _ in range(2))
-        for charge in self._charges:
-            pending[charge.namespace] = pending.get(charge.namespace, 0) + charge.pending
-            ahead[charge.namespace] = ahead.get(charge.namespace, 0) + charge.ahead
-        for name, account in self._accounts.items():
-            who = f"ledger: {name!r}"
-            if not 0 <= account.idle <= account.committed:
-                found.append(f"{who} has {account.committed} units, but {account.idle} idle ones")
-            if account.pending != pending.pop(name):
-                found.append(f"{who} has {account.pending} pending units, but its charges say otherwise")
-            if account.ahead != ahead[name]:
-                found.append(f"{who} has {account.ahead} units ahead, but its charges say otherwise")
-            if account.quota != self.book.of(name):
-                found.append(f"{who} is judged by an old quota")
-            if (account.held, account.promised) != _out_of_reach(account):
-                found.append(f"{who} holds {account.held} and {account.promised}, which is not what it has")
-        found += [f"ledger: {name!r} has charges, but no account" for name in pending]
-        for field, total in (("committed", self._committed), ("held", self._held), ("promised", self._promised)):
-            if sum(getattr(account, field) for account in self._accounts.values()) != total:
-                found.append(f"ledger: {field} units of all namespaces are not {total}")
-        if not 0 <= self._committed <= self.book.capacity:
-            found.append(f"ledger: {self._committed} units are used of {self.book.capacity}")
-        return found + self._miscounted(used)
-
-    def _miscounted(self, used: Mapping[str, int] | None) -> list[str]:
-        if used is None:
-            return []
-        return [
-            f"ledger: {name!r} is charged for {self.usage(name)} units, but uses {used.get(name, 0)}"
-            for name in sorted({*used, *self._accounts})
-            if self.usage(name) != used.get(name, 0)
-        ]
+        sums = Sums(committed=self._committed, held=self._held, promised=self._promised)
+        return find_contradictions(self.book, self._accounts, self._charges, sums, used)
 
     # --- the one place where numbers change ---------------------------------------------------------------
 
@@ -400,7 +323,7 @@ class Ledger:
             del self._accounts[namespace]
 
     def _weigh(self, account: Account) -> None:
-        held, promised = _out_of_reach(account)
+        held, promised = out_of_reach(account)
         self._held += held - account.held
         self._promised += promised - account.promised
         account.held, account.promised = held, promised
@@ -430,12 +353,6 @@ class Ledger:
     def _out_of_units(self, need: int, have: int) -> OutOfBlocks:
         retry = self.retry_after_s(need - have)
         return OutOfBlocks(need, max(have, 0), limit=self.book.capacity, retry_after_s=retry)
-
-
-def _out_of_reach(account: Account) -> tuple[int, int]:
-    """`held` and `promised`: what others cannot have, now and once all pending units are committed."""
-    within = min(account.committed, account.quota.reserved)
-    return max(account.firm, within), max(account.firm + account.pending, within)
 
 
 def _require_count(units: int) -> None:
