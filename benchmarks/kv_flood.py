@@ -14,14 +14,18 @@ Goals: B's hit rate within 2 points and its p99 TTFT within 1.3x of alone. Whate
 step that it arrives in, so A's part of a step must be small beside B's own prompt: that is `max_prefill_tokens`, the
 same in both engines. First the gate: B's answers are the same in both.
 
-What the default of 256 tokens a step does to a B with 192 new ones, counted in tokens, since the rest is the machine's
-noise: B has its 192 in the very first step that begins after it came, whatever A has waiting (a test says so); A's
-prompts fill that step up to 256, and its 6 running choices decode. With the step under way that is 1.4 to 2.7 times what
-B computes alone, 2.05 on average; there is no scheduling in it that could be better, only smaller steps for A. Those
-cost A: 1.5 times the processor time for a token of a prompt at 64 tokens a step, 1.9 times at 32 (`_CPU_PREFILL_TOKENS`
-has the measurements), and with A at 64 or 32, and nothing of A's prompts beside B's, B's worst would by the same figures
-be 1.6 and 1.4 times alone: still no 1.3. Short steps only after somebody else was active lately would be short steps
-nearly always where many tenants share an engine. So it is the operator's choice, by one number, and not the scheduler's.
+What the default of 256 tokens a step does to a B with 192 new ones, counted in tokens and not measured in seconds: B
+has its 192 in the very first step that begins after it came, whatever A has waiting (a test says so); A's prompts fill
+that step up to 256, and A's running choices decode, 6 of them. With the step under way that is 1.4 to 2.7 times what B
+computes alone, 2.05 on average. Two things would make it less, and neither is done:
+
+- Short steps for A while others were active lately. They cost A 1.5 times the processor time for a token of a prompt at
+  64 tokens a step, 1.9 times at 32 (beside `_CPU_PREFILL_TOKENS`), and where many tenants share an engine somebody else
+  was nearly always active lately. With nothing of A's prompts beside B's either, B's worst would be 1.6 and 1.4 times.
+- None of A's prompts beside B's: 2.4 times at worst. Each short prompt would then have a step nearly to itself, and
+  steps of few tokens cost the most for each.
+
+So the operator chooses between first tokens and throughput, by one number.
 """
 
 from __future__ import annotations
