@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from lamina.engine.tier_puts import Puts
@@ -73,11 +74,13 @@ class Spills:
             self._note()
 
     def before_step(self, written: Iterable[int]) -> None:
-        """Lets the step wait for copies of blocks that it overwrites."""
+        """Lets the step wait for copies of blocks that it overwrites. One that failed is `settle`'s business: the
+        step has nothing to do with it, and no request may end because of it."""
         targets = frozenset(written) & self.reading
         for spill in self._spills:
             if spill.blocks & targets:
-                spill.transfer.gate()
+                with suppress(RuntimeError):
+                    spill.transfer.gate()
 
     def after_step(self) -> None:
         """Saves what would be evicted next, if it is time."""

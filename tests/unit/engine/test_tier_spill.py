@@ -116,6 +116,26 @@ def test_a_failed_copy_is_no_copy_and_is_tried_again(monkeypatch: pytest.MonkeyP
     assert bench.counts["spilled"] > 0
 
 
+def test_a_failed_copy_fails_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that overwrites its block waits for it, and goes on; the slot is free again."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the bus is gone")
+
+    bench = Bench(10, low_water=4)
+    monkeypatch.setattr(BlockMover, "_spill", fail)
+    blocks = bench.kv.allocate(9, owner="a")
+    for at, block in enumerate(blocks):
+        bench.kv.publish(block, at.to_bytes(32, "big"))
+    bench.kv.release(blocks)
+    bench.spills.after_step()
+    assert bench.spills.reading
+    bench.spills.before_step(blocks)
+    bench.spills.settle()
+    assert bench.counts["failed"] > 0
+    assert bench.host.usage().free == 200
+
+
 def test_puts_take_turns_by_tenant_and_forget_what_they_cannot_keep_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of one tenant does not keep another's blocks from the store; what exceeds the bounds is left out."""
     monkeypatch.setattr("lamina.engine.tier_puts._PUT_BYTES", 2 * BYTES)
