@@ -1,7 +1,7 @@
 """All figures of the KV tiers in one table: each part in a process of its own, one after the other.
 
-    python benchmarks/kv.py                        # about twelve minutes on two cores
-    python benchmarks/kv.py --quick                # a short look, about three
+    python benchmarks/kv.py                        # fifteen to twenty minutes on two idle cores
+    python benchmarks/kv.py --quick                # a short look, six to ten
     python benchmarks/kv.py --parts replay copies
 
 Exits with 1 if a goal is missed, and at once with the part's own message if a correctness gate closes.

@@ -94,14 +94,15 @@ class Arena:
         self.flooded_tokens, self.seconds = 0, 0.0
         self._flood = random.Random(99) if flood else None
         self._waiting = self._number = 0
+        self._took = 0.0  # seconds of B's last request: while the other engine had its turn, nobody thought in this one
         self._b: Seen | None = None
         core.commons.set_quotas([QuotaPolicy(namespace="b", gpu=TierQuota(reserved=load.reserved))])
 
     def serve(self, prompts: Sequence[Sequence[int]], gaps: Sequence[float], *, count: bool) -> None:
         """B's requests, each a gap after the one before, in multiples of its time; `count`: they are measured."""
-        began, took = time.perf_counter(), 0.0
+        began = time.perf_counter()
         for prompt, gap in zip(prompts, gaps, strict=True):
-            took = self._one(prompt, time.perf_counter() + gap * took, count=count)
+            self._took = self._one(prompt, time.perf_counter() + gap * self._took, count=count)
         self.seconds += time.perf_counter() - began if count else 0.0
 
     def _one(self, prompt: Sequence[int], arrives: float, *, count: bool) -> float:
@@ -210,7 +211,7 @@ def measure(cores: Sequence[EngineCore], load: Load, rounds: int, each: int) -> 
     prefixes = [load.tokens(chance, load.prefix) for _ in range(load.prefixes)]
     progress = Progress("flood", rounds + 1)
     for arena in (alone, flooded):
-        arena.serve([[*prefix, prefix[0]] for prefix in prefixes], [0.0] * load.prefixes, count=False)
+        arena.serve([[*prefix, prefix[0]] for prefix in prefixes], [1.5] * load.prefixes, count=False)
     progress.step("the prefixes are known")
     for _ in range(rounds):
         heads = [chance.choice(prefixes) for _ in range(each)]
