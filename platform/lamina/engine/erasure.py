@@ -1,7 +1,7 @@
 """What is deleted leaves no blocks behind: those of a tenant, or those that an adapter computed, in every tier.
 
-    erase ──▶ dropped everywhere, at once ──▶ once more, when nothing can bring any back ──▶ done
-                                              (requests that still run, transfers under way)
+    erase ──▶ dropped everywhere, at once ──▶ once more, when its last request has ended, so that no transfer begins
+              any more ──▶ and once more, when those under way have ended and nothing can bring any back ──▶ done
 
 Active blocks lose their identity at once, so nobody finds them any more, and are free when their requests end. The
 store drops what a tenant pays for; what a deleted adapter computed ages out there.
@@ -35,7 +35,7 @@ class Erasure:
 
     def __init__(self, kv: KvManager, below: TiersBelow) -> None:
         self._kv, self._below = kv, below
-        self._pending: set[_Deleted] = set()
+        self._pending: dict[_Deleted, bool] = {}  # whether it was dropped since its last request ended
 
     @property
     def is_pending(self) -> bool:
@@ -52,15 +52,19 @@ class Erasure:
 
     def go_on(self, namespaces: Collection[str], adapters: Collection[bytes]) -> None:
         """Finishes what no request needs any more; those that are under way use these namespaces and adapters."""
-        for deleted in list(self._pending):
+        for deleted, dropped in list(self._pending.items()):
             used = deleted.namespace in namespaces if deleted.adapter is None else deleted.adapter in adapters
-            if not used and not self._below.moves(deleted.covers):
+            moves = used or self._below.moves(deleted.covers)
+            if not moves or not (used or dropped):
                 self._drop(deleted)
-                self._pending.discard(deleted)
+            if moves:
+                self._pending[deleted] = not used
+            else:
+                del self._pending[deleted]
 
     def _begin(self, deleted: _Deleted) -> None:
         self._drop(deleted)
-        self._pending.add(deleted)
+        self._pending[deleted] = False
 
     def _drop(self, deleted: _Deleted) -> None:
         self._kv.forget_where(owner=deleted.namespace, adapter=deleted.adapter)

@@ -140,9 +140,14 @@ class Spills:
             self._note()
 
     def save_now(self, table: Sequence[tuple[int, BlockId]]) -> None:
-        """Copies blocks down that may be overwritten in this very step, head first, as far as a transfer may start."""
+        """Copies blocks down that may be overwritten in this very step, head first, as far as a transfer may start.
+
+        But for those that have lost their identity since their table's owner published them: somebody deleted them, or
+        the step that wrote them failed, and they are not to come back.
+        """
         if self.has_room:
-            wanted = [pair for pair in table if pair[0] not in self.reading and not self._host.knows(pair[1])]
+            known = [(block, identity) for block, identity in table if self._kv.identity_of(block) == identity]
+            wanted = [pair for pair in known if pair[0] not in self.reading and not self._host.knows(pair[1])]
             self.save([(block, self._key(block, identity)) for block, identity in wanted[:SPILL_BATCH][::-1]])
 
     def key_of(self, block: int) -> BlockKey:

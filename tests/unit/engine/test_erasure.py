@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ import pytest
 
 from fixtures.engines import drive, publish_adapter, request, tiny_core, write_adapter
 from lamina.engine.core import EngineCore
+from lamina.engine.erasure import Erasure
+from lamina.engine.tier_quotas import PoolOnly
 from lamina.types import PinOrder, QuotaPolicy, TierQuota
+from lamina_kvtier import KvManager, QuotaBook
 from lamina_kvtier.block_codec import HEADER_BYTES, _unpack
 from lamina_kvtier.block_codec import Header as StoredHeader
 from lamina_kvtier.memory_tier import MemoryStore
 from lamina_kvtier.reasons import Reason
-from lamina_kvtier.tier import NO_ADAPTER
+from lamina_kvtier.tier import NO_ADAPTER, BlockKey
 from support.below import Below
 
 BLOCK = 16
@@ -137,6 +142,79 @@ def test_a_deleted_adapter_leaves_nothing_in_the_engine(store: Path, digest: str
     assert core.scheduler.kv.match(_ids(core, "ann", "plain")) == kept
     assert core.scheduler.kv.blocks_by_adapter() == {}
     core.close()
+
+
+class Moving(PoolOnly):
+    """Transfers of whatever is asked about are under way, and another one begins as long as there is what to move."""
+
+    moving = True
+
+    def __init__(self) -> None:
+        self.drops: list[str] = []
+
+    def forget_where(self, wanted: Callable[[BlockKey], bool]) -> None:
+        self.drops.append("host")
+
+    def forget_in_store(self, namespace: str) -> None:
+        self.drops.append(namespace)
+
+    def moves(self, wanted: Callable[[BlockKey], bool]) -> bool:
+        return self.moving
+
+
+def test_what_waits_to_be_moved_is_dropped_before_it_moves() -> None:
+    """When the last request has ended, not after the last transfer: each would begin the next one."""
+    below = Moving()
+    erasure = Erasure(KvManager(4, quotas=QuotaBook(4)), below)
+    erasure.erase_namespace("ann")
+    assert below.drops == ["host", "ann"]
+    erasure.go_on({"ann"}, set())
+    assert below.drops == ["host", "ann"]
+    for _ in range(3):  # and once is enough: looking through all tiers in every step would not be
+        erasure.go_on({"bob"}, set())
+    assert below.drops == ["host", "ann"] * 2
+    assert erasure.is_pending
+    below.moving = False
+    erasure.go_on({"bob"}, set())
+    assert below.drops == ["host", "ann"] * 3
+    assert not erasure.is_pending
+
+
+@pytest.mark.parametrize("lost", ["adapter", "tenant", "step"])
+def test_what_gives_way_saves_nothing_that_was_deleted(store: Path, digest: str, lost: str) -> None:
+    """Its blocks lost their identity, and who computed them is forgotten: saved under it, they would stay for ever."""
+    below = Below(host=24, store=MemoryStore(), shared=True)
+    core = tiny_core(store, tiers=below, **SMALL)
+    core.submit(request("r", prompt("ann"), tenant="ann", adapter=digest, max_tokens=40))
+    tokens = 0
+    while tokens < 3:
+        tokens += sum(len(event.token_ids) for event in core.step())
+    (choice,) = core.scheduler.running
+    ids = choice.chain.ids[: choice.published]
+    settled_tiers(core)
+    if lost == "adapter":
+        core.unload_adapter(digest)
+    elif lost == "tenant":
+        core.erase_namespace("ann")
+    else:  # of another request with the same prefix
+        core.scheduler.kv.forget(ids, Reason.INTEGRITY)
+        core._tiers.forget(ids)
+    tiers = below.made[-1]
+    tiers.gives_way(choice)
+    settled_tiers(core)
+    assert [identity for identity in ids if tiers.below is not None and tiers.below.host.knows(identity)] == []
+    core.cancel("r")
+    settled(core)
+    assert core.scheduler.kv.usage().free == 14
+    assert not core.commons.erasure.is_pending
+    core.close()
+
+
+def settled_tiers(core: EngineCore) -> None:
+    """What is on its way down has arrived, without a step."""
+    until = time.monotonic() + 10
+    while core.idle() == 0.25:
+        assert time.monotonic() < until
 
 
 def test_stored_blocks_say_which_adapter_computed_them(store: Path, digest: str) -> None:
