@@ -11,6 +11,7 @@ from lamina.config import EngineConfig
 from lamina.engine.fingerprint import fingerprint_of
 from lamina.engine.host_commons import HostCommons
 from lamina.engine.pool import BlockPool
+from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_rates import Rates
 from lamina.engine.tiers import KvTiers
 from lamina_kernels.gpu.block_mover import BlockMover, HostBlocks, calibrate
@@ -43,6 +44,7 @@ class Below:
         self.made: list[KvTiers] = []
         self.rates: Rates | None = None  # how fast engines think that they are; None: as they measure it
         self.clock: Callable[[], float] = time.monotonic
+        self.memory: StoreMemory | None = None  # of what is in the store; None: one that forgets nothing
 
     def __call__(self, config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> KvTiers:
         arena = HostBlocks(self.host, pool.block_bytes, pin=False)
@@ -58,6 +60,7 @@ class Below:
             clock=self.clock,
             low_water=pool.num_blocks // 2,
             commons_of_host=commons,
+            memory=self.memory,
         )
         self.made.append(tiers)
         return tiers

@@ -33,7 +33,7 @@ from lamina_kvtier.reasons import Reason
 from lamina_kvtier.tier import BlockKey, StoreTier
 from support.below import COSTS, Below
 
-__all__ = ["LateLane", "LateTransfer", "Poison", "PoisonedBelow"]
+__all__ = ["LateLane", "LateMover", "LateTransfer", "Poison", "PoisonedBelow", "PoisonedHost", "PoisonedKv"]
 
 _GARBAGE = 0xFF
 
@@ -91,7 +91,7 @@ class LateTransfer:
         self.wait()
 
 
-class _LateMover(BlockMover):
+class LateMover(BlockMover):
     """Remembers which blocks are still to be read."""
 
     reading: list[tuple[LateTransfer, frozenset[int]]]
@@ -118,7 +118,7 @@ class Poison:
     step that overwrites one of those waits for the copy, and that it does is to be seen, not to be helped.
     """
 
-    def __init__(self, kv: KvManager, pool: BlockPool, arena: HostBlocks, mover: _LateMover) -> None:
+    def __init__(self, kv: KvManager, pool: BlockPool, arena: HostBlocks, mover: LateMover) -> None:
         self.blocks = self.slots = 0  # poisoned so far
         self._kv, self._arena, self._mover = kv, arena, mover
         self._memory = pool.data.view(pool.num_blocks, -1).view(torch.uint8)
@@ -156,7 +156,7 @@ class Poison:
         self.blocks += 1
 
 
-class _PoisonedKv(KvManager):
+class PoisonedKv(KvManager):
     poison: Poison
 
     def allocate(self, count: int, *, owner: str = UNOWNED, charge: Charge | None = None) -> list[int]:
@@ -177,8 +177,8 @@ class _PoisonedKv(KvManager):
         super().release(blocks)
         self.poison.look()
 
-    def forget(self, ids: Iterable[BlockId]) -> int:
-        forgotten = super().forget(ids)
+    def forget(self, ids: Iterable[BlockId], reason: Reason = Reason.DELETED) -> int:
+        forgotten = super().forget(ids, reason)
         self.poison.look()
         return forgotten
 
@@ -191,7 +191,7 @@ class _PoisonedPool(BlockPool):
         self.poison.copied()
 
 
-class _PoisonedHost(HostTier):
+class PoisonedHost(HostTier):
     poison: Poison | None = None
     taken: frozenset[int] = frozenset()
 
@@ -205,6 +205,11 @@ class _PoisonedHost(HostTier):
 
     def reserve(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
         given = super().reserve(keys)
+        self.look([reservation.slot for reservation in given if reservation is not None])
+        return given
+
+    def reserve_beside_others(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
+        given = super().reserve_beside_others(keys)
         self.look([reservation.slot for reservation in given if reservation is not None])
         return given
 
@@ -237,9 +242,20 @@ class PoisonedBelow(Below):
     """
 
     poison: Poison
+    kv_class: type[PoisonedKv] = PoisonedKv
+    host_class: type[PoisonedHost] = PoisonedHost
+    mover_class: type[LateMover] = LateMover
 
-    def __init__(self, *, host: int, store: MemoryStore | None, seed: int, faults: Faults | None = None) -> None:
-        super().__init__(host=host, store=store, seed=seed)
+    def __init__(
+        self,
+        *,
+        host: int,
+        store: MemoryStore | None,
+        seed: int,
+        faults: Faults | None = None,
+        shared: bool = False,
+    ) -> None:
+        super().__init__(host=host, store=store, seed=seed, shared=shared)
         self.dice = random.Random(seed)
         self.faults = faults
         self.steps = Steps()
@@ -250,23 +266,22 @@ class PoisonedBelow(Below):
 
     def __call__(self, config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> KvTiers:
         tiers = super().__call__(config, pool, kv, layout)
-        kv.__class__, pool.__class__ = _PoisonedKv, _PoisonedPool
-        assert isinstance(kv, _PoisonedKv)
+        below = tiers.below
+        assert below is not None
+        host = below.host
+        kv.__class__, pool.__class__, host.__class__ = self.kv_class, _PoisonedPool, self.host_class
+        assert isinstance(kv, PoisonedKv)
         assert isinstance(pool, _PoisonedPool)
-        self.poison = Poison(kv, pool, self._arena, self._mover)
-        kv.poison = pool.poison = self._host.poison = self.poison
+        assert isinstance(host, PoisonedHost)
+        self.poison = Poison(kv, pool, below.arena, self.late_mover)
+        kv.poison = pool.poison = host.poison = self.poison
         return tiers
 
-    def host_tier(self, arena: HostBlocks) -> HostTier:
-        self._host = _PoisonedHost(self.host, arena.block_bytes)
-        return self._host
-
     def mover(self, pool: BlockPool, arena: HostBlocks) -> BlockMover:
-        self._arena = arena
-        self._mover = _LateMover(pool.data, arena, costs=COSTS, kernels=plain_kernels)
+        self.late_mover = self.mover_class(pool.data, arena, costs=COSTS, kernels=plain_kernels)
         self.lanes = [self.lane(), self.lane()]
-        self._mover.run_late(*self.lanes)
-        return self._mover
+        self.late_mover.run_late(*self.lanes)
+        return self.late_mover
 
     def lane(self) -> LateLane:
         return LateLane(self.dice)

@@ -1,0 +1,19 @@
+"""Manager, ledger, pins, host memory, store and all that moves blocks between them keep every rule, whatever happens.
+
+`support/whole_machine.py` says what is modelled and what is compared after each rule; `test_kv_whole_detects.py` that
+it would notice.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+from support.whole_machine import WholeMachine
+
+TestWholeMachine = WholeMachine.TestCase
+TestWholeMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
