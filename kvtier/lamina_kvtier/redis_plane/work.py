@@ -176,20 +176,28 @@ class WorkQueue:
         return bool(self._requests)
 
     def take(self, room: int, most: int, *, at_least_one: bool) -> list[Request]:
-        """A fair share of what is queued, at most `most` requests that cost `room` bytes together. Never waits."""
+        """A fair share of what is queued, at most `most` requests that cost `room` bytes together. Never waits.
+
+        What is late already ends here: a lane that sent it would have to give up its connection at once.
+        """
         taken: list[Request] = []
+        late: list[Request] = []
+        now = time.monotonic()
         with self._changed:
             self._drop_ended()
             share = min(most, -(-len(self._requests) // self._lanes))
             while self._requests and len(taken) < share:
                 request = self._requests[0]
-                if request._state is _State.QUEUED:
+                if request.batch.deadline <= now and self._claim(request):
+                    late.append(request)
+                elif request._state is _State.QUEUED:
                     if request.cost > room and not (at_least_one and not taken):
                         break
                     request._state = _State.TAKEN
                     room -= request.cost
                     taken.append(request)
                 self._requests.popleft()
+        self._fail(late, Failure.TIMEOUT)
         return taken
 
     def give_back(self, requests: Sequence[Request]) -> None:

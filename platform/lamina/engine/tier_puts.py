@@ -97,12 +97,13 @@ class Puts:
     def settle(self) -> None:
         """Takes in what has ended, and starts what may start."""
         self._under_way = [put for put in self._under_way if not self._end(put)]
-        self._start_waiting()
+        self.start()
         if self._renewals is not None:
             self._renewals.settle()
             self._renew(self._renewals)
 
-    def _start_waiting(self) -> None:
+    def start(self) -> None:
+        """Starts what may start. From then on its slots are held, and no eviction takes them."""
         while (put := self._shares.start()) is not None:
             self._start(put)
 
@@ -113,7 +114,7 @@ class Puts:
             if not keys:
                 return
             self.want(keys, passing=True)
-            self._start_waiting()
+            self.start()
 
     def _start(self, put: _Put) -> None:
         namespace = put.keys[0].namespace

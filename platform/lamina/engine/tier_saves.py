@@ -79,6 +79,7 @@ class Saves:
             return
         namespace, ids = self._hot.next(most)
         self._puts.want([key for slot in self._in_host(ids) if (key := self._host.key_of(slot))], passing=True)
+        self._puts.start()  # before room is made for the others, which could be made of these
         blocks = [block for identity in ids if (block := self._only_on_device(identity)) is not None]
         if blocks:
             given = self._room_for([self._spills.key_of(block) for block in blocks])

@@ -209,7 +209,7 @@ class KvTiers:
         """Nobody may ask for hours: what is on its way down arrives, and the store gets back what it lost."""
         self.settle()
         self._spills.after_step()
-        if self._spills.reading or self._puts.is_busy:
+        if self._orphans or self._spills.reading or self._puts.is_busy:
             return _BUSY_S
         return None if self._store is None else _QUIET_S
 

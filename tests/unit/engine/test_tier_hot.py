@@ -341,6 +341,31 @@ def test_what_host_memory_has_already_is_put_without_a_copy(tmp_path: Path) -> N
     core.close()
 
 
+def test_room_for_a_tail_is_not_made_of_its_head(tmp_path: Path) -> None:
+    """Host memory is full of the tenant's own blocks, and the oldest of them are the head, which the store lacks."""
+    store = MemoryStore()
+    below = Below(host=16, store=store, shared=True)
+    core = tiny_core(tmp_path, tiers=below, **ROOMY)
+    tiers, kv = below.made[-1], core.scheduler.kv
+    ids = identities(core, prompt(1))
+    ask(core, prompt(1))
+    for seed in range(2, 6):
+        ask(core, prompt(seed))
+    tiers._puts.want = lambda keys, *, passing=False: None  # type: ignore[method-assign]
+    others = [identity for seed in range(2, 6) for identity in identities(core, prompt(seed))]
+    for wanted in (ids[:2], others[:7], others[7:14]):
+        tiers._spills.save_now([(block, identity) for identity in wanted if (block := kv.find(identity)) is not None])
+        go_on(core)
+    del tiers._puts.want
+    host = tiers._host
+    assert [host.stores(identity) for identity in ids] == [True, True, False, False]
+    assert host.usage().free == 0
+    ask(core, prompt(1), times=2)
+    go_on(core)
+    assert [store.has(identity) for identity in ids] == [True] * 4
+    core.close()
+
+
 def test_a_hot_prefix_that_was_deleted_is_saved_no_more(tmp_path: Path) -> None:
     store = MemoryStore()
     core = tiny_core(tmp_path, tiers=Below(store=store), **ROOMY)

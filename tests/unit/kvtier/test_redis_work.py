@@ -62,6 +62,17 @@ def test_at_its_deadline_what_is_queued_ends_and_what_a_lane_has_does_not() -> N
     assert queue.take(10, 10, at_least_one=True) == []
 
 
+def test_what_is_late_ends_without_a_lane() -> None:
+    """Nobody asked in time whether it is done; behind it others still have time."""
+    queue = WorkQueue(lanes=1)
+    late, job = _Job(), _Job()
+    batch = _batch([late], limit_s=0.0)
+    batch.enter(queue)
+    _batch([job]).enter(queue)
+    assert queue.take(10, 10, at_least_one=True) == [job]
+    assert batch.result(0) == [[Failure.TIMEOUT]]
+
+
 def test_a_cancelled_request_is_not_tried_again() -> None:
     queue = WorkQueue(lanes=1)
     jobs = [_Job()]
