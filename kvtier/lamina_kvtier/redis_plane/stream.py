@@ -1,8 +1,9 @@
 """One connected socket, plain or TLS: bytes from and to memory as it lies, and an end to every wait.
 
 A plain socket stays in blocking mode and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): a whole value is then
-one system call with MSG_WAITALL, where a Python timeout would poll before every piece of it. On a unix socket the timer of a
-send begins anew with each piece that the reader takes (about 36 KiB): a reader that trickles may hold it past its deadline.
+one system call with MSG_WAITALL, where a Python timeout would poll before every piece of it. But on a unix socket the
+timer of a send begins anew with each piece that the reader takes (about 36 KiB): one that trickles may hold a send past
+its deadline.
 """
 
 from __future__ import annotations
