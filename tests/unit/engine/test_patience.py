@@ -30,7 +30,7 @@ def clock() -> Clock:
 def patient_core(folder: Path, clock: Clock, **options: int) -> EngineCore:
     """Two choices at a time."""
     core = tiny_core(folder / "adapters", max_running=2, **options)
-    core._patience = Patience(50.0, clock=clock)
+    core._patience = core._intake._patience = Patience(50.0, clock=clock)
     return core
 
 
