@@ -12,7 +12,7 @@ from support.whole_machine import WholeMachine
 
 TestWholeMachine = WholeMachine.TestCase
 TestWholeMachine.settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

