@@ -151,9 +151,16 @@ MUTANTS: list[Mutate] = [
 def test_a_mistake_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises((AssertionError, KvError, KeyError)):
-        _run(machine)
-
-
-def _run(machine: type[WholeMachine]) -> None:
-    for number in _SEEDS:
-        run_state_machine_as_test(seed(number)(type("Seeded", (machine,), {})), settings=_SETTINGS)
+        run_state_machine_as_test(
+            WholeMachine,
+            settings=settings(
+                max_examples=300,
+                stateful_step_count=40,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
