@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 
-from support.whole_machine import WholeMachine
+from support.whole_machine import MovingMachine, WholeMachine
 
-TestWholeMachine = WholeMachine.TestCase
-TestWholeMachine.settings = settings(
-    max_examples=40,
+_SETTINGS = settings(
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
+TestWholeMachine = WholeMachine.TestCase
+TestWholeMachine.settings = _SETTINGS
+TestMovingMachine = MovingMachine.TestCase
+TestMovingMachine.settings = _SETTINGS

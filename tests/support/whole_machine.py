@@ -41,7 +41,7 @@ from support.simulated import BLOCK, BLOCK_BYTES, Content, continuation, simulat
 from support.whole import MOODS, PACES, VALUE_BYTES, WatchedStore, WholeBelow, small_windows
 from support.whole_rules import WholeRules
 
-__all__ = ["WholeMachine"]
+__all__ = ["MovingMachine", "WholeMachine"]
 
 TENANTS = ("a", "b", "c")
 TTL_S = 40.0  # of the store's blocks
@@ -103,9 +103,19 @@ class WholeMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
         promised=st.sampled_from([True, True, False]),
         seed=st.integers(0, 3),
+        first=st.lists(wishes, min_size=1, max_size=3),
     )
     def start(
-        self, blocks: int, host: int, store: int, chunk: int, pace: str, ahead: bool, promised: bool, seed: int
+        self,
+        blocks: int,
+        host: int,
+        store: int,
+        chunk: int,
+        pace: str,
+        ahead: bool,
+        promised: bool,
+        seed: int,
+        first: list[Wish],
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         for place, bound in small_windows():
@@ -130,6 +140,7 @@ class WholeMachine(RuleBasedStateMachine):
             slots = TierQuota(reserved=below * BLOCK_BYTES, pin_limit=below * BLOCK_BYTES)
             bytes_ = TierQuota(reserved=store // 4 * VALUE_BYTES)
             self.set_policies([self.policy(tenant, each, slots, bytes_, 1.0) for tenant in TENANTS])
+        self.use(first, calmly=True)
 
     def boot(self, promised: bool) -> None:
         """An engine with empty memory, on the store as it is."""
@@ -161,29 +172,26 @@ class WholeMachine(RuleBasedStateMachine):
 
     # --- requests -----------------------------------------------------------------------------------------
 
-    @rule(wanted=st.lists(wishes, min_size=1, max_size=4), steps=st.integers(0, 2))
-    def submit(self, wanted: list[Wish], steps: int) -> None:
+    @rule(wanted=st.lists(wishes, min_size=1, max_size=4), calmly=st.booleans())
+    def use(self, wanted: list[Wish], calmly: bool) -> None:
+        """Calmly: copies and store keep up, so that there is something to find in all tiers."""
         for wish in wanted:
             self.ask(wish)
-        self.step(steps)
-
-    @rule(wanted=st.lists(wishes, min_size=1, max_size=4))
-    def serve(self, wanted: list[Wish]) -> None:
-        """While copies and store keep up; so that there is something to find in all tiers."""
-        for wish in wanted:
-            self.ask(wish)
-        self.goes_well(12)
+        if calmly:
+            self.goes_well(12)
+        else:
+            self.step(2)
 
     @rule(
         wanted=st.lists(wishes, min_size=1, max_size=2),
-        lost=st.sampled_from(["device", "device", "engine"]),
+        lost=st.sampled_from(["device", "engine"]),
         damage=st.sampled_from([None, None, False, True]),
         then=st.sampled_from(["goes well", "cancel", "erase", "crowd", "nothing"]),
     )
     def come_back(self, wanted: list[Wish], lost: str, damage: bool | None, then: str) -> None:
         """The same again, when what there is lies below: in the store as it was, or with a bit turned, or cut. And
         something happens while it is on its way up."""
-        self.serve(wanted)
+        self.use(wanted, calmly=True)
         if lost == "engine":
             self.restart(promised=True, pins_first=True)
             for place in range(0 if damage is None else len(self.store)):
@@ -229,9 +237,6 @@ class WholeMachine(RuleBasedStateMachine):
         for _ in range(steps):
             collect(self.core.step(), self.tokens, self.endings)
             self.core.check_integrity()
-
-    @rule()
-    def idle(self) -> None:
         if not self.core.has_work():
             self.core.idle()
 
@@ -254,20 +259,25 @@ class WholeMachine(RuleBasedStateMachine):
 
     # --- what runs beside ---------------------------------------------------------------------------------
 
-    @rule(up=st.booleans(), count=st.integers(1, 3), failing=st.sampled_from([False, False, True]))
-    def copies(self, up: bool, count: int, failing: bool) -> None:
-        """Some run; those that are asked for from now on will fail, or will not."""
-        lane = self.below.promotions if up else self.below.spills
-        lane.run(count)
-        lane.failing = failing
+    @rule(
+        what=st.sampled_from(["up", "down", "store", "all"]),
+        count=st.integers(1, 4),
+        dice=st.integers(0, 3),
+        failing=st.sampled_from([False, False, True]),
+    )
+    def beside(self, what: str, count: int, dice: int, failing: bool) -> None:
+        """Some copies run, and those that are asked for from now on will fail, or will not; or the store does some of
+        its work, in any order; or all keep up with a few steps."""
+        if what == "store":
+            self.below.store_works(count, dice)
+        elif what == "all":
+            self.goes_well(count)
+        else:
+            lane = self.below.promotions if what == "up" else self.below.spills
+            lane.run(count)
+            lane.failing = failing
 
-    @rule(count=st.integers(1, 6), order=st.integers(0, 3))
-    def store_works(self, count: int, order: int) -> None:
-        self.below.store_works(count, order)
-
-    @rule(steps=st.integers(2, 8))
     def goes_well(self, steps: int) -> None:
-        """Copies and store keep up with a few steps."""
         for _ in range(steps):
             self.step(1)
             self.below.spills.run(9)
@@ -437,13 +447,13 @@ class WholeMachine(RuleBasedStateMachine):
             assert not told & {namespace for namespace, _ in self.store.contents().values()}
 
     def teardown(self) -> None:
-        if not hasattr(self, "core"):
-            return
         try:
-            self.ends_well()
+            if hasattr(self, "core"):
+                self.ends_well()
+                self.core.close()
         finally:
-            self.core.close()
-            self.patch.undo()
+            if hasattr(self, "patch"):
+                self.patch.undo()
 
     def ends_well(self) -> None:
         self.below.set_mood("sound")
@@ -474,3 +484,22 @@ class WholeMachine(RuleBasedStateMachine):
             if name not in self.excused:
                 assert self.endings[name, index] is FinishReason.LENGTH
                 assert len(said) == params.max_tokens
+
+
+class MovingMachine(WholeMachine):
+    """The same rules to keep, and fewer things that happen: so that blocks go up and down all the time."""
+
+    def set_quotas(self, data: st.DataObject) -> None:
+        """Not in this one."""
+
+    def pin(self, tenant: str, seed: int, length: int, adapter: bool, floor: Floor) -> None:
+        """Not in this one."""
+
+    def pin_changes(self, place: int, renew: bool) -> None:
+        """Not in this one."""
+
+    def time_passes(self, seconds: float) -> None:
+        """Only when all ends."""
+
+    def store_mood(self, mood: str) -> None:
+        """It is sound, but for what is damaged."""
