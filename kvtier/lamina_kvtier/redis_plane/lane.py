@@ -13,14 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from lamina_kvtier.redis_plane.address import RedisAddress
 from lamina_kvtier.redis_plane.breaker import Backoff, Breaker, State
 from lamina_kvtier.redis_plane.connection import Connection
 from lamina_kvtier.redis_plane.resp import Bounds, ProtocolError
 from lamina_kvtier.redis_plane.stream import Frame
-from lamina_kvtier.redis_plane.work import Batch, Failure, Request, Step, WorkQueue
+from lamina_kvtier.redis_plane.work import Failure, Request, Step, WorkQueue
 
 __all__ = ["Lane", "LaneCounters", "Server"]
 
@@ -133,7 +132,7 @@ class Lane:
         try:
             self._send(connection)
             while self._pending:
-                if not self._receive(connection, self._pending[0].batch):
+                if not self._receive(connection):
                     self._disconnect()
                     self._release(list(self._pending))
                 elif self._may_send():
@@ -164,13 +163,13 @@ class Lane:
         if frames:
             connection.send(frames, size)
 
-    def _receive(self, connection: Connection, batch: Batch[Any]) -> bool:
-        """Reads replies until another batch's follow or more can be sent: one account for many requests.
+    def _receive(self, connection: Connection) -> bool:
+        """Reads the oldest batch's replies until more can be sent: one account for many requests.
 
         False if no reply after these can be trusted.
         """
         pending, reader = self._pending, connection.reader
-        step = Step.DONE
+        batch, step = pending[0].batch, Step.DONE
         answered: list[Request] = []
         try:
             while pending and pending[0].batch is batch:

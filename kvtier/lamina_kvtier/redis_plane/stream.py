@@ -133,8 +133,7 @@ class _PlainStream:
             sent = self._sendmsg(frames)
 
     def receive(self, into: memoryview) -> int:
-        if not self._fits_from <= time.monotonic() < self._fits_until:
-            self._arm()
+        self._arm()
         try:
             got = self._socket.recv_into(into)
         except BlockingIOError:
@@ -158,23 +157,23 @@ class _PlainStream:
         self._socket.close()
 
     def _sendmsg(self, frames: Sequence[Frame]) -> int:
-        if not self._fits_from <= time.monotonic() < self._fits_until:
-            self._arm()
+        self._arm()
         try:
             return self._socket.sendmsg(frames)
         except BlockingIOError:
             raise TimeoutError("the server took nothing more before the deadline") from None
 
     def _recvmsg(self, into: Sequence[memoryview]) -> int:
-        if not self._fits_from <= time.monotonic() < self._fits_until:
-            self._arm()
+        self._arm()
         try:
             return self._socket.recvmsg_into(into, 0, socket.MSG_WAITALL)[0] or _lost()
         except BlockingIOError:
             raise TimeoutError("a value did not end before the deadline") from None
 
     def _arm(self) -> None:
-        """Sets the kernel's timers anew. Raises TimeoutError past the deadline."""
+        """Sets the kernel's timers, unless they do as they are. Raises TimeoutError past the deadline."""
+        if self._fits_from <= time.monotonic() < self._fits_until:
+            return
         self._timer_s = left = _left(self._deadline)
         timeval = struct.pack("ll", int(left), int(left % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
