@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -131,12 +132,8 @@ class HostTier:
         None: it `knows` the block already (which counts as a use), or the policy gives no room for it (counted in
         `refusals`). No block of `keys` is evicted for another one of them.
         """
-        index = self._books.index
-        known = [slot for key in keys if (slot := index.block_of(key.id)) is not None]
-        self.hold(known)
-        reserved = [self._reserve(key) for key in keys]
-        self.release(known)
-        return reserved
+        with self._kept(keys):
+            return [self._reserve(key) for key in keys]
 
     def reserve_beside_others(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
         """As `reserve`, but out of free slots and the namespace's own: nobody else loses a block for these.
@@ -144,14 +141,12 @@ class HostTier:
         All are of one namespace. None: known already, or there is no such room for it, nor for those after it; that is
         not counted as a refusal.
         """
-        known = [slot for key in keys if (slot := self._books.index.block_of(key.id)) is not None]
-        self.hold(known)
         given: list[Reservation | None] = []
-        for key in keys:
-            if not self.knows(key.id) and not self._has_room_beside_others(key.namespace):
-                break
-            given.append(self._reserve(key))
-        self.release(known)
+        with self._kept(keys):
+            for key in keys:
+                if not self.knows(key.id) and not self._has_room_beside_others(key.namespace):
+                    break
+                given.append(self._reserve(key))
         return [*given, *[None] * (len(keys) - len(given))]
 
     def commit(self, reservations: Sequence[Reservation]) -> None:
@@ -352,6 +347,14 @@ class HostTier:
         """The slot that is known by `identity`, if `namespace` pays for it."""
         slot = self._books.index.block_of(identity)
         return slot if slot is not None and self._books.key_at(slot).namespace == namespace else None
+
+    @contextmanager
+    def _kept(self, keys: Sequence[BlockKey]) -> Iterator[None]:
+        """What is there of these is not evicted for the others, and counts as used."""
+        known = [slot for key in keys if (slot := self._books.index.block_of(key.id)) is not None]
+        self.hold(known)
+        yield
+        self.release(known)
 
     def _reserve(self, key: BlockKey) -> Reservation | None:
         if self.knows(key.id):
