@@ -251,7 +251,8 @@ class MemoryStore:
         self._used[namespace] += size
         if not self._used[namespace]:
             del self._used[namespace]
-        self._over.changed(namespace)
+        if self._quotas is not None:  # else nobody asks, and the names would pile up
+            self._over.changed(namespace)
 
     def _use(self, identity: BlockId, tick: int) -> None:
         value = self._values[identity]

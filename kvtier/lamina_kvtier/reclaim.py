@@ -86,7 +86,7 @@ class ReclaimOrder:
     """Who owns which block, which of them are idle, and which one goes next. Keeps the ledger's charges in step.
 
     Every operation is O(1), the choice of a victim O(log namespaces) amortised (`OverShares`). Nothing depends on the
-    number of blocks. Names of owners that have no block are not kept.
+    number of blocks. Names of owners that have no block are kept until the next choice, and no longer.
     """
 
     def __init__(self, num_blocks: int, ledger: Ledger) -> None:
