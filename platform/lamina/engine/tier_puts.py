@@ -28,7 +28,7 @@ _SLACK_PART = 4  # of what may be on its way, and of host memory: no more than t
 class _Put:
     keys: list[BlockKey]
     slots: list[int]
-    passing: bool  # host memory itself has no use of it: the slots are the next victims afterwards, as they were
+    passing: bool  # only the store wants it: the slots are the next victims afterwards
     operation: Operation[tuple[Outcome, ...]] | None = None
 
 
@@ -60,7 +60,7 @@ class Puts:
         return self._store is not None
 
     def want(self, keys: Sequence[BlockKey], *, passing: bool = False) -> None:
-        """These blocks of host memory are to be put, in a table's order. `passing`: that is no use of them there."""
+        """These blocks of host memory are to be put, in a table's order. `passing`: which is no use of them there."""
         if self._store is None:
             return
         for namespace, own in _by_namespace(keys).items():
@@ -86,9 +86,10 @@ class Puts:
         is_quiet = not self._queued and (not self._shares.moving or self._shares.moving + most * unit <= room)
         return most if is_quiet else 0
 
-    def has(self, identity: BlockId) -> bool:
-        """Whether the store has this block, as far as we know, or is writing it. O(blocks that are being written)."""
-        return self._memory.believes(identity) or any(key.id == identity for key in self.keys_under_way())
+    def lacking(self, ids: Iterable[BlockId]) -> list[BlockId]:
+        """Those that the store does not have, as far as we know, nor is writing."""
+        writing = {key.id for key in self.keys_under_way()}
+        return [identity for identity in ids if identity not in writing and not self._memory.believes(identity)]
 
     def keys_under_way(self) -> Iterator[BlockKey]:
         """Of blocks that the store is writing."""

@@ -78,9 +78,11 @@ class Saves:
         if not most:
             return
         namespace, ids = self._hot.next(most)
+        ids = self._puts.lacking(ids)
         self._puts.want([key for slot in self._in_host(ids) if (key := self._host.key_of(slot))], passing=True)
         self._puts.start()  # before room is made for the others, which could be made of these
-        blocks = [block for identity in ids if (block := self._only_on_device(identity)) is not None]
+        on_device = (self._kv.find(identity) for identity in ids if not self._host.knows(identity))
+        blocks = [block for block in on_device if block is not None]
         if blocks:
             given = self._room_for([self._spills.key_of(block) for block in blocks])
             self._spills.copy(blocks, given, passing=True)
@@ -89,10 +91,7 @@ class Saves:
 
     def _in_host(self, ids: Iterable[BlockId]) -> list[int]:
         """Slots of those that are there, and have not been put for want of room in the line."""
-        return [slot for identity in ids if not self._puts.has(identity) for slot in self._host.find([identity])]
-
-    def _only_on_device(self, identity: BlockId) -> int | None:
-        return None if self._host.knows(identity) or self._puts.has(identity) else self._kv.find(identity)
+        return [slot for identity in ids for slot in self._host.find([identity])]
 
     def _room_for(self, keys: Sequence[BlockKey]) -> Sequence[Reservation | None]:
         """In place of other namespaces' blocks only what the own reservation entitles to: the device has these."""
