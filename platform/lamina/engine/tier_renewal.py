@@ -108,7 +108,7 @@ class Renewals:
     def _wants(self, key: BlockKey) -> bool:
         return self._host.stores(key.id) and not self._memory.believes(key.id)
 
-    def _sample(self) -> set[BlockId]:
+    def _sample(self) -> list[BlockId]:
         """A few blocks that are here and should be there, of all ages: up to half of them on the device."""
         slots = (self._dice.randrange(self._host.num_slots) for _ in range(4 * _SAMPLE))
         keys = (self._host.key_of(slot) for slot in slots)
@@ -117,7 +117,7 @@ class Renewals:
         above = (identity for identity in map(self._kv.identity_of, blocks) if identity is not None)
         believed = self._memory.believes
         found = [*islice(filter(believed, above), _SAMPLE // 2), *islice(filter(believed, below), _SAMPLE)]
-        return set(found[:_SAMPLE])
+        return list(dict.fromkeys(found[:_SAMPLE]))
 
     def _end_probe(self, now: float) -> None:
         answers = [(identity, operation.result().outcome) for identity, operation in self._probes]

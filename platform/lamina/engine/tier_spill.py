@@ -56,7 +56,7 @@ class Spills:
         self._spills: list[_Spill] = []
         self._due = 0  # by `KvManager.turnover`
         self._changes_left: dict[str, int] = {}  # by namespace: changes of its account until its limit may matter
-        self._near_limit: set[str] = set()  # for which that is now
+        self._near_limit: dict[str, None] = {}  # for which that is now; in turn
         if kv.ledger is not None:
             kv.ledger.watch(self._changed)
         self.reading: frozenset[int] = frozenset()  # device blocks whose copies are under way
@@ -86,7 +86,7 @@ class Spills:
         """Saves what would be evicted next, if it is time."""
         if not self.has_room or (self._kv.turnover < self._due and not self._near_limit):
             return
-        due = sorted(self._near_limit)
+        due = list(self._near_limit)
         chosen = self._of_limits()
         if self._kv.turnover >= self._due:
             free = self._kv.usage().free
@@ -100,19 +100,20 @@ class Spills:
     def _look_again(self, namespaces: Iterable[str]) -> None:
         """In the next step: not all was saved that had to be."""
         self._due = 0
-        self._near_limit.update(namespaces)
+        self._near_limit.update(dict.fromkeys(namespaces))
 
     def _changed(self, namespace: str) -> None:
         """Its account did."""
         left = self._changes_left[namespace] = self._changes_left.get(namespace, 0) - 1
         if left <= 0:
-            self._near_limit.add(namespace)
+            self._near_limit[namespace] = None
 
     def _of_limits(self) -> dict[int, BlockId]:
         """What namespaces near their limits would give up, however much is free."""
         chosen: dict[int, BlockId] = {}
         while self._near_limit and len(chosen) < SPILL_BATCH:
-            namespace = self._near_limit.pop()
+            namespace = next(iter(self._near_limit))
+            del self._near_limit[namespace]
             near = self._kv.victims_near_limit(namespace, self._high_water)
             if near is None:
                 self._changes_left.pop(namespace, None)
