@@ -134,7 +134,7 @@ def test_mixed_in_one_batch(plain: LLM, work: list[tuple[list[int], str | None]]
     check(plain, work, expected)
 
 
-@pytest.mark.parametrize("chunk", [16, 2048])  # a block, and more than any prompt
+@pytest.mark.parametrize("chunk", [16, 128, 2048])
 def test_chunked_and_cached(
     chunk: int,
     demo_model: Path,
