@@ -251,7 +251,7 @@ class MemoryStore:
         self._used[namespace] += size
         if not self._used[namespace]:
             del self._used[namespace]
-        if self._quotas is not None:  # else nobody asks, and the names would pile up
+        if self._quotas is not None:  # else nobody asks
             self._over.changed(namespace)
 
     def _use(self, identity: BlockId, tick: int) -> None:

@@ -85,8 +85,9 @@ class BlockQueue:
 class ReclaimOrder:
     """Who owns which block, which of them are idle, and which one goes next. Keeps the ledger's charges in step.
 
-    Every operation is O(1), the choice of a victim O(log namespaces) amortised (`OverShares`). Nothing depends on the
-    number of blocks. Names of owners that have no block are kept until the next choice, and no longer.
+    Every operation and the choice of a victim are O(log namespaces) amortised, operations mostly O(1): see
+    `OverShares`. Nothing depends on the number of blocks. Of owners that have no block only a few names are kept, and
+    until the next choice at most.
     """
 
     def __init__(self, num_blocks: int, ledger: Ledger) -> None:

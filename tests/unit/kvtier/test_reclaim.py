@@ -88,3 +88,25 @@ def test_a_queue_keeps_its_order_without_what_is_taken_out() -> None:
         assert (list(queue), len(queue)) == (left, len(left))
     queue.push(2)
     assert (list(queue), queue.oldest, queue.newest, list(other)) == ([2], 2, 2, [4])
+
+
+def test_owners_that_come_and_go_leave_no_names_although_nothing_is_ever_reclaimed() -> None:
+    """There is always room, so nobody asks for a victim; the first one that is wanted is the right one."""
+    book = QuotaBook(32)
+    ledger = Ledger(book)
+    order = ReclaimOrder(32, ledger)
+    book.load({"stays": Quota(0, 32)})
+    for block in (0, 1):
+        order.take(block, "stays", None)
+        order.rest(block)
+    for number in range(10_000):
+        owner = f"t{number}"
+        order.take(5, owner, None)
+        order.rest(5)
+        if number % 2:
+            order.wake(5)
+        order.free(5, idle=not number % 2)
+        assert len(order._over._changed) < 400
+    assert order.victim("stays") == (0, "over_share")
+    assert len(order._over._order) == 1
+    assert order.contradictions([0, 1], []) == []
