@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -286,6 +287,72 @@ def test_a_ledger_that_lost_a_part_mends_itself(redis_server: EmbeddedValkey, co
     assert look.contradictions() == []
     fill(tier, 10, "bob")
     assert look.contradictions() == []
+
+
+@pytest.mark.parametrize("how", ["load", "put", "commit", "reconcile"])
+def test_who_lost_its_queue_of_use_gives_again_with_the_first_block_that_is_known(
+    redis_server: EmbeddedValkey, connect: Connect, how: str
+) -> None:
+    """The server took the set, and a deletion found the owner without a kept block: that does not last until its next
+    charge. Else others would lose within their shares what it has beyond its own."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 8, ann=quota(reserved=1), bob=quota(reserved=1))
+    look = _Looker(redis_server, tier)
+    (gone, *names), values = fill(tier, 5, "ann"), blocks(4)
+    bob = fill(tier, 2, "bob")
+    tell(redis_server, b"DEL", look.scope + b"ledger1:use:ann")
+    tier.delete([gone.id]).result(PATIENCE_S)
+    assert tell(redis_server, b"ZSCORE", look.scope + b"ledger1:over", b"ann") in (b"inf", math.inf)
+    match how:
+        case "load":
+            load(tier, names, room(4))
+            assert tier.settle(PATIENCE_S)
+        case "put":
+            assert put(tier, names, values) == (OK,) * 4
+        case "commit":
+            calls = LedgerCalls(look.scope, ttl_ms=None, lease_ms=5000)
+            late = calls.commit(b"another", [(name.id, 10**12 - at) for at, name in enumerate(names)], [])
+            RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config).ask([late], 10, lambda: None).result()
+        case "reconcile":
+            assert tier.reconcile(PATIENCE_S)
+    assert look.contradictions() == []
+    fill(tier, 4, "cat")
+    assert used(tier) == {"ann": 2, "bob": 2, "cat": 4}
+    assert there(tier, bob) == [True, True]
+    assert look.contradictions() == []
+
+
+def test_uses_of_known_blocks_rank_nobody_anew(redis_server: EmbeddedValkey, connect: Connect) -> None:
+    """A touch costs the server no more than the touch."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 8)
+    look = _Looker(redis_server, tier)
+    names = fill(tier, 4, "ann")
+    assert tier.reconcile(PATIENCE_S)
+    calls = LedgerCalls(look.scope, ttl_ms=None, lease_ms=5000)
+    blocks_ = RedisBlocks(tier.plane, BlockCodec(LAYOUT, BLOCK_BYTES), tier.config)
+    before = look.commands()
+    blocks_.ask([calls.touch(ids(names))], PATIENCE_S, lambda: None).result()
+    ran = look.commands() - before
+    assert ran[b"zadd"] == 4, "one for each block in its owner's queue, and none for the order of victims"
+    assert ran[b"hset"] == 1, "the tick"
+
+
+@pytest.mark.parametrize("total", [b"+-5", b"-5", b"+0", b"+1", b"many", b""])
+def test_a_total_that_cannot_be_is_counted_anew(redis_server: EmbeddedValkey, connect: Connect, total: bytes) -> None:
+    """Also one that becomes negative only when blocks go: whatever was written is read, and mended."""
+    tier = connect(redis_server.address)
+    set_quotas(tier, 4)
+    look = _Looker(redis_server, tier)
+    names = fill(tier, 3, "ann")
+    tell(redis_server, b"HSET", look.scope + b"ledger1:meta", b"total", total)
+    assert tier.delete(ids(names[:2])).result(PATIENCE_S) == Tally(2, OK)
+    assert tier.delete(ids(keys(1))).result(PATIENCE_S) == Tally(0, OK)
+    assert used(tier) == {"ann": 1}
+    assert look.contradictions() == []
+    fill(tier, 4, "bob")
+    assert look.contradictions() == []
+    assert used(tier) == {"bob": 4}
 
 
 def test_a_ledger_without_an_order_of_victims_gets_one(redis_server: EmbeddedValkey, connect: Connect) -> None:

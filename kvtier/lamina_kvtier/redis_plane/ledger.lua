@@ -132,7 +132,9 @@ local function drop(id) -- whether there was a value
 end
 
 local function used_at(id, namespace, at, ttl)
-  call('ZADD', USE .. namespace, 'GT', int(at), id)
+  if call('ZADD', USE .. namespace, 'GT', int(at), id) == 1 then
+    note(namespace) -- where the server evicted that set, its owner may be ranked as one without kept blocks
+  end
   if ttl > 0 then
     call('PEXPIREAT', VALUE .. id, int(now + ttl))
     call('ZADD', EXPIRY, int(now + ttl), id)
@@ -406,13 +408,14 @@ local operations = {
 }
 
 local meta = call('HMGET', META, 'room', 'total', 'tick')
-room, total = tonumber(meta[1] or nil), tonumber(meta[2] or 0)
+local written = tonumber(meta[2] or nil)
+room, total = tonumber(meta[1] or nil), written or 0
 tick = tonumber(meta[3] or now * 1000) -- begins above any that an evicted META may have had
 base = tick
 if not room and ARGV[1] == 'delete' then return delete() end -- of entries that are left, `rebuild` takes care
 if not room and ARGV[1] ~= 'install' then return redis.error_reply('NOLEDGER there is none here') end
-if not meta[2] or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then -- the server evicted part of it
-  rebuild()
+if not written or total < 0 or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then
+  rebuild() -- the server evicted part of it, or somebody wrote a total that cannot be
 elseif string.sub(meta[2], 1, 1) ~= MARK or (total > 0 and call('EXISTS', OVER) == 0) then
   rank_all()
 end
