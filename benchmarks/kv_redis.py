@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from harness import Goal, add_quick, finish
 from kv_redis_peers import RawSocket, redis_py_paths
+from lamina.wiring.cores import store_lanes
 from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
 from lamina_kvtier.block_codec import CHECKSUMS, BlockCodec
 from lamina_kvtier.redis_plane import Batch, Fetch, PlaneConfig, RedisAddress, RedisPlane, Store
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--blocks", type=int, default=150)
-    parser.add_argument("--lanes", type=int, default=PlaneConfig().lanes)
+    parser.add_argument("--lanes", type=int, default=store_lanes(), help="by default as many as the engine takes")
     parser.add_argument("--server", type=Path, help="a server's binary; by default the embedded Valkey")
     add_quick(parser, rounds=3, blocks=60)
     options = parser.parse_args()
@@ -85,7 +86,7 @@ def _paths(size: int, address: RedisAddress, lanes: int, stack: ExitStack) -> di
     paths: dict[str, Mover] = {
         "raw socket": stack.enter_context(RawSocket(address.path, connections=1)),
         "raw socket, 2 connections": stack.enter_context(RawSocket(address.path, connections=2)),
-        f"plane, {lanes} lanes": stack.enter_context(_Plane(address, lanes)),
+        f"plane, {lanes} {'lane' if lanes == 1 else 'lanes'}": stack.enter_context(_Plane(address, lanes)),
     }
     for checksum in ("blake3", "xxh3-128"):
         if checksum in CHECKSUMS:

@@ -46,7 +46,7 @@ class EngineConfig:
     fused_slots: int = 8  # adapters in those products; the others are served by two launches
     fused_rank: int = 16  # per projection; a multiple of 8
     prefix_caching: bool = True
-    threads: int | None = None  # None: all physical cores
+    threads: int | None = None  # None: all physical cores that the process may use
 
     @property
     def name(self) -> str:

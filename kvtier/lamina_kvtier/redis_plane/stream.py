@@ -1,13 +1,15 @@
 """One connected socket, plain or TLS: bytes from and to memory as it lies, and an end to every wait.
 
-A plain socket stays in blocking mode and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO): a whole value is then
-one system call with MSG_WAITALL, where a Python timeout would poll before every piece of it. But on a unix socket the
-timer of a send begins anew with each piece that the reader takes (about 36 KiB): one that trickles may hold a send past
-its deadline.
+A plain socket stays in blocking mode and the kernel keeps the time of a receive (SO_RCVTIMEO): a whole value is then
+one system call with MSG_WAITALL, where a Python timeout would poll before every piece of it. Not so of a send: on a
+unix socket the timer of SO_SNDTIMEO begins anew with each piece that the reader takes (about 36 KiB), so that one which
+trickles would hold it past its deadline. A send gives what there is room for, and polls for more.
 """
 
 from __future__ import annotations
 
+import math
+import select
 import socket
 import ssl
 import struct
@@ -113,6 +115,8 @@ class _PlainStream:
     def __init__(self, sock: socket.socket) -> None:
         sock.settimeout(None)
         self._socket = sock
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
         self._deadline = 0.0
         self._timer_s = 0.0  # what the kernel was told
         self._fits_from = self._fits_until = 0.0  # when that ends at the deadline, or not long after it
@@ -127,10 +131,10 @@ class _PlainStream:
                 part = frames[first : first + _MOST_FRAMES]
                 self.send(part, sum(map(len, part)))
             return
-        sent = self._sendmsg(frames)
-        while sent < size:
+        while (sent := self._sendmsg(frames)) < size:
             frames, size = _after(frames, sent), size - sent
-            sent = self._sendmsg(frames)
+            if not self._writable.poll(math.ceil(_left(self._deadline) * 1000)):
+                raise TimeoutError("the server took nothing more before the deadline")
 
     def receive(self, into: memoryview) -> int:
         self._arm()
@@ -157,11 +161,10 @@ class _PlainStream:
         self._socket.close()
 
     def _sendmsg(self, frames: Sequence[Frame]) -> int:
-        self._arm()
         try:
-            return self._socket.sendmsg(frames)
+            return self._socket.sendmsg(frames, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            raise TimeoutError("the server took nothing more before the deadline") from None
+            return 0
 
     def _recvmsg(self, into: Sequence[memoryview]) -> int:
         self._arm()
@@ -171,13 +174,12 @@ class _PlainStream:
             raise TimeoutError("a value did not end before the deadline") from None
 
     def _arm(self) -> None:
-        """Sets the kernel's timers, unless they do as they are. Raises TimeoutError past the deadline."""
+        """Sets the kernel's timer, unless it does as it is. Raises TimeoutError past the deadline."""
         if self._fits_from <= time.monotonic() < self._fits_until:
             return
         self._timer_s = left = _left(self._deadline)
         timeval = struct.pack("ll", int(left), int(left % 1 * 1e6))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
         self._fit()
 
     def _fit(self) -> None:

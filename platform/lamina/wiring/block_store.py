@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from lamina.config import EngineConfig
 from lamina.errors import ConfigurationInvalid
+from lamina.wiring.cores import store_lanes
 from lamina_kvtier.block_codec import BlockCodec, layout_digest
 from lamina_kvtier.identity import Layout
 from lamina_kvtier.lmcache_wire import LmcacheNames
 from lamina_kvtier.payload_codecs import codecs_for
-from lamina_kvtier.redis_plane import InvalidAddress, RedisAddress
+from lamina_kvtier.redis_plane import InvalidAddress, PlaneConfig, RedisAddress
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.tier import StoreTier
 
@@ -23,7 +24,8 @@ def open_store(config: EngineConfig, block_bytes: int, layout: Layout) -> StoreT
         return _lmcache(config, block_bytes, layout)
     codec = _codec(config.kv_store_codec, block_bytes, layout)
     try:
-        rules = RedisTierConfig(ttl_s=config.kv_store_ttl_s, server_bytes=config.kv_store_bytes)
+        plane = PlaneConfig(lanes=store_lanes())
+        rules = RedisTierConfig(ttl_s=config.kv_store_ttl_s, server_bytes=config.kv_store_bytes, plane=plane)
         return RedisTier(RedisAddress.parse(config.kv_store_url), codec, rules)
     except InvalidAddress as error:
         raise ConfigurationInvalid(str(error), param="kv_store_url") from error
@@ -38,7 +40,8 @@ def _lmcache(config: EngineConfig, block_bytes: int, layout: Layout) -> StoreTie
         from lamina_kvtier.lmcache_tier import LmcacheTier, LmcacheTierConfig
 
         names = LmcacheNames.of_layout(layout_digest(layout))
-        return LmcacheTier(address, names, block_bytes, LmcacheTierConfig(ttl_s=config.kv_store_ttl_s))
+        rules = LmcacheTierConfig(ttl_s=config.kv_store_ttl_s, plane=PlaneConfig(lanes=store_lanes()))
+        return LmcacheTier(address, names, block_bytes, rules)
     except (InvalidAddress, ImportError) as error:
         raise ConfigurationInvalid(f"{error}", param="kv_store_url") from error
 

@@ -6,7 +6,6 @@ import platform as host
 from collections.abc import Callable
 from dataclasses import replace
 
-import psutil
 import torch
 
 from lamina.config import EngineConfig
@@ -24,6 +23,7 @@ from lamina.models.interface import CausalLM
 from lamina.models.loader import load_model
 from lamina.types import EngineInfo
 from lamina.wiring.backends import Backend, choose_backend
+from lamina.wiring.cores import compute_threads
 from lamina.wiring.tiers import MakeTiers, build_tiers
 from lamina_kernels.lora import SlotTable
 from lamina_kvtier.ghosts import Ghosts, segments_for
@@ -81,7 +81,7 @@ def build_core(config: EngineConfig, *, progress: Progress | None = None) -> Eng
 
     Raises ConfigurationInvalid and UnsupportedModel.
     """
-    torch.set_num_threads(config.threads or psutil.cpu_count(logical=False) or 1)
+    torch.set_num_threads(config.threads or compute_threads())
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     backend = choose_backend(device, config.kernels)

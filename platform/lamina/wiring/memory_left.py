@@ -1,8 +1,8 @@
 """How much memory this process may still take: the least of what the machine has and what its control groups allow.
 
-Files of cgroup v2 (`memory.max`, `memory.current`) and v1 (`memory.limit_in_bytes`, `memory.usage_in_bytes`), as the
-kernel's documentation describes them. Pages of files that nobody uses count as usage there, but are given back for the
-asking, so they are left out. Where there are no such files (not Linux), only the machine counts.
+By cgroup v2's `memory.max` and `memory.current`, and v1's `memory.limit_in_bytes` and `memory.usage_in_bytes`. Pages of
+files that nobody uses count as usage there, but are given back for the asking, so they are left out. Where there are no
+such files (not Linux), only the machine counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lamina.config import HALF_OF_WHAT_IS_LEFT
 from lamina.errors import ConfigurationInvalid
+from lamina.wiring.control_groups import groups_v1, groups_v2, lines, number
 
 __all__ = ["host_bytes", "memory_left"]
 
@@ -40,48 +41,24 @@ def memory_left(root: Path = Path("/")) -> int | None:
 
 
 def _machine(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/meminfo"):
+    for line in lines(root / "proc/meminfo"):
         if line.startswith("MemAvailable:"):
             yield int(line.split()[1]) * 1024
 
 
 def _cgroup_v2(root: Path) -> Iterator[int]:
-    for group in _groups(root, "", root / "sys/fs/cgroup"):
-        limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    for group in groups_v2(root):
+        limit, used = number(group / "memory.max"), number(group / "memory.current")
         if limit is not None and used is not None:
             yield limit - used + _statistic(group, "inactive_file")
 
 
 def _cgroup_v1(root: Path) -> Iterator[int]:
-    for group in _groups(root, "memory", root / "sys/fs/cgroup/memory"):
-        limit, used = _number(group / "memory.limit_in_bytes"), _number(group / "memory.usage_in_bytes")
+    for group in groups_v1(root, "memory"):
+        limit, used = number(group / "memory.limit_in_bytes"), number(group / "memory.usage_in_bytes")
         if limit is not None and used is not None:
             yield limit - used + _statistic(group, "total_inactive_file")
 
 
-def _groups(root: Path, controller: str, mount: Path) -> Iterator[Path]:
-    """This process's group and those above it, any of which may be the one that limits. In a container the path that
-    the process sees may not exist below its mount; then the mount itself is its group."""
-    for line in _lines(root / "proc/self/cgroup"):
-        number, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        if controller in names.split(",") and (controller or number == "0"):
-            group = mount / path.strip("/")
-            yield from (place for place in (group, *group.parents) if place.is_relative_to(mount))
-
-
 def _statistic(group: Path, name: str) -> int:
-    return next((int(line.split()[1]) for line in _lines(group / "memory.stat") if line.split()[0] == name), 0)
-
-
-def _number(path: Path) -> int | None:
-    """None for `max` and for no file."""
-    text = next(iter(_lines(path)), "")
-    return int(text) if text.isdigit() else None
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    return next((int(line.split()[1]) for line in lines(group / "memory.stat") if line.split()[0] == name), 0)

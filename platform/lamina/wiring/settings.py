@@ -144,7 +144,7 @@ class Settings(BaseSettings):
     fused_slots: int = _engine("fused_slots", "Adapters in the fused plan; others take the usual way.", ge=1, le=64)
     fused_rank: int = _engine("fused_rank", "Rank up to which the fused plan takes adapters.", ge=8, multiple_of=8)
     prefix_caching: bool = _engine("prefix_caching", "Reuse KV blocks of equal prompt beginnings.")
-    threads: int | None = _engine("threads", "CPU threads of the engine; unset: all physical cores.", ge=1)
+    threads: int | None = _engine("threads", "CPU threads of the engine; unset: physical cores it may use.", ge=1)
     # Gateway
     host: str = _gateway("host", "Address to listen on; `0.0.0.0` for all.", min_length=1)
     port: int = _gateway("port", "Port to listen on; 0 takes a free one.", ge=0, le=65535)
