@@ -25,17 +25,27 @@ from lamina_kvtier.redis_plane.ledger import VALUES
 from lamina_kvtier.redis_plane.requests import Store
 from lamina_kvtier.tier import BlockKey, Outcome
 
-__all__ = ["GROUP", "RedisBlocks", "RedisTierConfig", "largest_payload"]
+__all__ = ["COMMIT_GRACE_S", "GROUP", "RedisBlocks", "RedisTierConfig", "largest_payload"]
 
 T = TypeVar("T")
 
 GROUP = 64  # keys in one command
+
+COMMIT_GRACE_S = 1.0
+"""What a put under quotas may take past its deadline, to commit what it has written and to give back the room for the
+rest: one script call of milliseconds, on the connection for small questions. Without it values that came in time would
+be thrown away and written again, and the room would be nobody's until the lease ends. A server that does not answer it
+within that is sick."""
+
 _FULL = "OOM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisTierConfig:
-    """Raises ValueError. Seconds; each is the longest that an operation of its kind takes, whatever happens."""
+    """Raises ValueError. Seconds; each is the longest that an operation of its kind takes, whatever happens.
+
+    Only a put under quotas may take `COMMIT_GRACE_S` more: no value is sent then any more.
+    """
 
     deployment: str = ""  # replicas with equal names share blocks
     ttl_s: float | None = None  # a block expires so long after it was used last; None: only eviction removes it
@@ -59,7 +69,7 @@ class RedisTierConfig:
     @property
     def lease_ms(self) -> int:
         """How long a put that was not brought to an end takes room: longer than any can be under way."""
-        return round(self.put_s * 2000) + 1000
+        return round((2 * self.put_s + COMMIT_GRACE_S) * 1000)
 
 
 class RedisBlocks:

@@ -6,6 +6,7 @@ Without quotas a block is one SET, and the server evicts by its own policy. Unde
     room, victims                             the block's own time to live; only now it is OK
 
 Whatever is cut off leaves nothing behind: a value that was never committed expires, and so does its promise of room. A
+put that is late or cancelled is not cut off: it commits what it has written, and gives back the room for the rest. A
 commit finds out whether block and promise are still there. Replicas that put the same block at once pay for it once.
 """
 
@@ -22,7 +23,7 @@ from lamina_kvtier.namespace_counts import NamespaceCounts
 from lamina_kvtier.operations import Ended
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
-from lamina_kvtier.redis_blocks import GROUP, RedisBlocks
+from lamina_kvtier.redis_blocks import COMMIT_GRACE_S, GROUP, RedisBlocks
 from lamina_kvtier.redis_plane import Ask, ErrorReply, Failure, Request
 from lamina_kvtier.redis_plane.chain import Chain, Stage
 from lamina_kvtier.redis_plane.ledger import NO_LEDGER, Admission, LedgerCalls
@@ -209,7 +210,7 @@ class LedgerKeeping:
         written = [at for at in ticks if outcomes[at] is Outcome.OK]
         lost = [keys[at].id for at in ticks if outcomes[at] is not Outcome.OK]
         request = self._calls.commit(holder, [(keys[at].id, ticks[at]) for at in written], lost)
-        yield Stage([request], self._blocks.plane.ask, optional=False)
+        yield Stage([request], self._blocks.plane.ask, optional=False, grace_s=COMMIT_GRACE_S)
         result = request.result
         if isinstance(result, ErrorReply | Failure):
             return dict.fromkeys(written, self._blocks.fate(result))

@@ -19,6 +19,7 @@ import pytest
 
 from fixtures.redis import running_redis, tell
 from lamina.wiring.valkey import EmbeddedValkey
+from lamina_kvtier import redis_keeping
 from lamina_kvtier.block_codec import BlockCodec
 from lamina_kvtier.errors import QuotaNotCoverable
 from lamina_kvtier.payload_codecs import EXACT_CODECS
@@ -466,6 +467,43 @@ def test_a_server_that_stalls_costs_the_deadline(redis_server: EmbeddedValkey, c
     start = time.monotonic()
     assert set(put(tier, keys(2), blocks(2))) <= {Outcome.TIMEOUT, Outcome.UNAVAILABLE}
     assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("cancelled", [False, True], ids=["late", "cancelled"])
+def test_a_late_put_keeps_what_it_has_written_and_gives_back_the_rest(
+    redis_server: EmbeddedValkey, connect: Connect, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """At once, and not with the lease: others have that room."""
+    monkeypatch.setattr(redis_keeping, "COMMIT_GRACE_S", PATIENCE_S)
+    plane = replace(CONFIG.plane, lanes=1, window_requests=1)
+    tier = connect(redis_server.address, replace(CONFIG, put_s=1.0, plane=plane))
+    set_quotas(tier, 4)
+    begun, go_on = threading.Event(), threading.Event()
+    encode = BlockCodec.encode
+
+    def encode_slowly(codec: BlockCodec, key: BlockKey, view: memoryview) -> object:
+        if key.id == names[2].id:
+            begun.set()
+            go_on.wait(PATIENCE_S)
+        return encode(codec, key, view)
+
+    monkeypatch.setattr(BlockCodec, "encode", encode_slowly)
+    names = keys(4, "ann")
+    start = time.monotonic()
+    operation = tier.put(names, blocks(4))
+    assert begun.wait(PATIENCE_S)
+    if cancelled:
+        operation.cancel()
+    time.sleep(max(0.0, start + 1.1 - time.monotonic()))
+    assert not operation.done(), "a lane has the third block"
+    go_on.set()
+    last = Outcome.CANCELLED if cancelled else Outcome.TIMEOUT
+    assert operation.result(PATIENCE_S) == (OK, OK, Outcome.TIMEOUT, last)
+    assert used(tier) == {"ann": 2}
+    assert there(tier, names) == [True, True, False, False]
+    assert _Looker(redis_server, tier).contradictions() == []
+    fill(tier, 2, "bob")
+    assert used(tier) == {"ann": 2, "bob": 2}
 
 
 # Several at once

@@ -26,11 +26,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """At least one request, and where they are submitted. `optional`: not carried out any more after `cancel`."""
+    """At least one request, and where they are submitted.
+
+    `optional`: not carried out any more after `cancel`. `grace_s`: how long it may take past the chain's deadline, for
+    what has to be said of the stages before, however they ended.
+    """
 
     requests: Sequence[Request]
     submit: Callable[[Batch[None]], None]
     optional: bool = True
+    grace_s: float = 0.0
 
 
 class Chain(Generic[T]):
@@ -39,7 +44,7 @@ class Chain(Generic[T]):
     __slots__ = ("_ended", "_result", "_stage", "_steps", "_withdrawable", "cancelled", "deadline")
 
     def __init__(self, steps: Callable[[Chain[T]], Generator[Stage, None, T]], deadline: float) -> None:
-        """deadline: in seconds of time.monotonic(); of each batch, so of the whole."""
+        """deadline: in seconds of time.monotonic(); of each batch but for its grace, so of the whole."""
         self.deadline = deadline
         self.cancelled = False
         self._ended = threading.Event()
@@ -79,7 +84,7 @@ class Chain(Generic[T]):
             self._result = end.value
             self._ended.set()
             return
-        batch = Batch(stage.requests, self.deadline, self._advance)
+        batch = Batch(stage.requests, self.deadline + stage.grace_s, self._advance)
         self._withdrawable = stage.optional
         self._stage = batch
         stage.submit(batch)

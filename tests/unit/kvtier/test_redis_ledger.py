@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from lamina_kvtier import redis_keeping
 from lamina_kvtier.block_codec import HEADER_BYTES, BlockCodec
 from lamina_kvtier.namespace_counts import FOLDED, MAX_NAMESPACES
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
+from lamina_kvtier.redis_blocks import COMMIT_GRACE_S
 from lamina_kvtier.redis_plane import Backoff, PlaneConfig, RedisAddress
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.redis_usage import room_for_values
@@ -198,6 +201,125 @@ def test_a_put_that_is_cancelled_while_it_waits_for_room_writes_nothing(server: 
     (commit,) = server.calls(b"commit")
     assert commit[8] == b"0"
     assert len(commit[9:]) == 2
+
+
+# Late, or cancelled
+
+
+class Stall:
+    """The n-th value from now on is not answered until the test lets it be."""
+
+    def __init__(self, server: Server, nth: int) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self._left = nth
+        server.answers[b"SET"] = self._answer
+
+    def _answer(self, _: list[bytes]) -> bytes:
+        self._left -= 1
+        if self._left == 0:
+            self.begun.set()
+            self.go_on.wait(PATIENCE_S)
+        return b"+OK\r\n"
+
+
+@pytest.fixture
+def late(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisTier]:
+    """A tier whose puts have little time, one value under way at once, and as much as it takes for their commits."""
+    monkeypatch.setattr(redis_keeping, "COMMIT_GRACE_S", PATIENCE_S)
+    plane = PlaneConfig(lanes=1, window_requests=1, backoff=Backoff(first_s=0.01, limit_s=0.02))
+    with ScriptedRedis(server) as scripted:
+        config = RedisTierConfig(lookup_s=5, load_s=5, put_s=1, delete_s=5, plane=plane)
+        tier = RedisTier(RedisAddress.parse(scripted.url), BlockCodec(LAYOUT, BLOCK_BYTES), config)
+        tier.set_quotas({"tenant": Quota(0, 10**6)}, capacity=10**6)
+        yield tier
+        tier.close()
+
+
+def settled(server: Server) -> tuple[list[bytes], list[bytes]]:
+    """Which blocks its only commit kept, and which ones it gave back."""
+    (commit,) = server.calls(b"commit")
+    end = 9 + 2 * int(commit[8])
+    return commit[9:end:2], commit[end:]
+
+
+@pytest.mark.parametrize("looks", [True, False], ids=["looked at", "waited for"])
+@pytest.mark.parametrize("in_time", [0, 1, 2])
+def test_what_came_in_time_is_committed_after_the_deadline(
+    server: Server, late: RedisTier, in_time: int, looks: bool
+) -> None:
+    """And the room for the rest is given back: nothing is left to the lease."""
+    stall = Stall(server, in_time + 1)
+    names = keys(4)
+    operation = late.put(names, blocks(4))
+    end = time.monotonic() + PATIENCE_S
+    while looks and not operation.done():
+        assert time.monotonic() < end, "it never ends"
+        time.sleep(0.01)
+    outcomes = operation.result(PATIENCE_S)
+    stall.go_on.set()
+    assert outcomes == (Outcome.OK,) * in_time + (Outcome.TIMEOUT,) * (4 - in_time)
+    spelled = [b"kv1:" + name.id.hex().encode() for name in names]
+    assert settled(server) == (spelled[:in_time], spelled[in_time:])
+    assert len(server.calls(b"SET")) == in_time + 1, "no value is sent after the deadline"
+
+
+def test_a_put_that_is_cancelled_keeps_what_it_has_written(server: Server, late: RedisTier) -> None:
+    """Also if the value that was under way takes until after the deadline."""
+    stall = Stall(server, 2)
+    names = keys(4)
+    operation = late.put(names, blocks(4))
+    assert stall.begun.wait(PATIENCE_S)
+    operation.cancel()
+    outcomes = operation.result(PATIENCE_S)
+    stall.go_on.set()
+    assert outcomes == (Outcome.OK, Outcome.TIMEOUT, Outcome.CANCELLED, Outcome.CANCELLED)
+    spelled = [b"kv1:" + name.id.hex().encode() for name in names]
+    assert settled(server) == (spelled[:1], spelled[1:])
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_commit_that_is_not_answered_ends_with_its_grace(
+    server: Server, late: RedisTier, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    """What is not surely kept is not OK, and nobody waits for ever."""
+    monkeypatch.setattr(redis_keeping, "COMMIT_GRACE_S", 0.1)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def commit(_: list[bytes]) -> bytes | None:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        return None
+
+    server.answers[b"commit"] = commit
+    operation = late.put(keys(3), blocks(3))
+    assert begun.wait(PATIENCE_S)
+    if cancelled:
+        operation.cancel()
+        assert not operation.done(), "a commit is brought to its end"
+    outcomes = operation.result(PATIENCE_S)
+    go_on.set()
+    assert set(outcomes) <= SICK
+
+
+def test_a_second_part_is_not_begun_after_the_deadline(
+    server: Server, late: RedisTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a put of many blocks: the grace is for what was written, and for nothing new."""
+    monkeypatch.setattr(redis_keeping, "_MOST_TOGETHER", 2)
+    stall = Stall(server, 2)
+    names = keys(6)
+    outcomes = late.put(names, blocks(6)).result(PATIENCE_S)
+    stall.go_on.set()
+    assert outcomes == (Outcome.OK, *[Outcome.TIMEOUT] * 5)
+    assert len(server.calls(b"reserve")) == 1
+    assert len(server.calls(b"SET")) == 2
+    assert [len(part) for part in settled(server)] == [1, 1]
+
+
+@pytest.mark.parametrize("put_s", [0.001, 0.1, 5.0, 60.0])
+def test_a_lease_outlives_any_put(put_s: float) -> None:
+    """Deadline, grace and all."""
+    assert RedisTierConfig(put_s=put_s).lease_ms / 1000 > put_s + COMMIT_GRACE_S
 
 
 @pytest.mark.parametrize("value_bytes", [368_640 + 192, 2**20 + 192, 2**21 + 192, 2**21])
