@@ -12,9 +12,10 @@ from lamina.types import CommonsReport, TenantBlocks, TenantPrefixes
 
 __all__ = ["NOBODY", "Shares", "tenants_shares"]
 
+Row = TypeVar("Row", TenantBlocks, TenantPrefixes)
+
 NOBODY = "unknown"  # whose tenant is deleted, or not of this database
 _SUMS = ("active", "cached", "pinned", "pending", "pin_hits", "host_bytes", "host_pinned_bytes", "host_pending_bytes")
-Row = TypeVar("Row", TenantBlocks, TenantPrefixes)
 
 
 @dataclass(frozen=True, slots=True)
