@@ -28,6 +28,7 @@ class EngineConfig:
     kv_store_url: str = ""  # redis://, rediss:// or unix:// of a server that keeps blocks, or lmcache+ and that
     kv_store_bytes: int | None = None  # of the store's memory, what is ours under quotas; None: its maxmemory
     kv_store_codec: str = "raw"  # how blocks are written there: raw, zstd (exact, smaller) or fp8 (lossy, a quarter)
+    kv_store_drain_s: float = 5.0  # that an engine which is closed goes on saving blocks there; 0: not at all
     kv_store_ttl_s: float | None = None  # a stored block expires so long after its last use; None: never
     max_context: int | None = None  # tokens; None: the model's
     max_batch_tokens: int = 2048  # one step's budget, decode first, prefill chunks in what is left

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ import httpx
 import psutil
 import pytest
 
+from fixtures.redis import running_redis
 from lamina.config import EngineConfig
 from lamina.tenancy.principal import Scope
 from lamina.wiring.services import open_services
 from lamina.wiring.settings import load_settings
+from lamina.wiring.valkey import find_valkey
 
 pytestmark = pytest.mark.model
 
@@ -127,12 +130,21 @@ class Load(threading.Thread):
 
 @pytest.fixture
 def house(tmp_path: Path, demo_model: Path) -> Iterator[House]:
-    home, run = tmp_path / "home", Path(tempfile.mkdtemp(prefix="lamina-"))  # a socket's path has to be short
-    key = asyncio.run(make_tenant(home, demo_model))
+    key = asyncio.run(make_tenant(tmp_path / "home", demo_model))
+    with serving(demo_model, tmp_path / "home", key) as made:
+        yield made
+
+
+@contextmanager
+def serving(model: Path, home: Path, key: str, **environment: str) -> Iterator[House]:
+    """A server that is ready; dead at the end in any case."""
+    run = Path(tempfile.mkdtemp(prefix="lamina-"))  # a socket's path has to be short
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        [sys.executable, str(TESTS / "support" / "tiny_server.py"), str(demo_model), str(home)],
-        env=os.environ | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(run), "LAMINA_SHUTDOWN_GRACE_S": "1"},
+        [sys.executable, str(TESTS / "support" / "tiny_server.py"), str(model), str(home)],
+        env=os.environ
+        | {"PYTHONPATH": path, "XDG_RUNTIME_DIR": str(run), "LAMINA_SHUTDOWN_GRACE_S": "1"}
+        | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -281,6 +293,37 @@ def test_a_hot_prefix_outlives_the_engine_although_it_never_left_the_device(hous
     until(house.ready)
     assert house.cached(f"{TALE} again") == cached
     assert house.metric("lamina_engine_loaded_blocks_total") == cached // 16
+
+
+def test_a_server_that_was_told_to_stop_leaves_its_blocks_to_the_next_one(tmp_path: Path, demo_model: Path) -> None:
+    """In a store of others: a rolling restart. One request is under way still."""
+    home = tmp_path / "home"
+    key = asyncio.run(make_tenant(home, demo_model))
+    with running_redis(find_valkey()) as valkey:
+        with serving(demo_model, home, key, LAMINA_KV_STORE_URL=str(valkey.address)) as house:
+            house.complete(TALE)
+            cached = house.cached(TALE)
+            assert house.metric("lamina_engine_stored_blocks_total") == 0
+            client = Load(house, "the last one", tokens=400)
+            client.start()
+            assert client.first.wait(_LIMIT_S), client.ends[:3]
+            client.enough.set()
+            house.process.send_signal(signal.SIGTERM)
+            assert house.process.wait(_LIMIT_S) == 0
+            client.join(_LIMIT_S)
+        [said] = [line for line in house.log if "to the store before the end" in line]
+        assert said.rstrip().endswith("none is left")
+        with serving(demo_model, home, key, LAMINA_KV_STORE_URL=str(valkey.address)) as house:
+            assert house.cached(TALE) == cached
+            assert house.cached(f"{SYSTEM} the last one 0") >= 16 * 6
+            assert house.metric("lamina_engine_loaded_blocks_total") >= cached // 16
+
+
+def test_nothing_is_saved_to_a_store_that_ends_as_well(house: House) -> None:
+    house.complete(TALE)
+    house.process.send_signal(signal.SIGTERM)
+    assert house.process.wait(_LIMIT_S) == 0
+    assert not [line for line in house.log if "to the store before the end" in line]
 
 
 def end_of_all(house: House, end: signal.Signals) -> None:

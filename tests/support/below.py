@@ -44,6 +44,8 @@ class Below:
         self.made: list[KvTiers] = []
         self.rates: Rates | None = None  # how fast engines think that they are; None: as they measure it
         self.clock: Callable[[], float] = time.monotonic
+        self.drain_s = 0.0
+        self.sleep: Callable[[float], object] = time.sleep
         self.memory: StoreMemory | None = None  # of what is in the store; None: one that forgets nothing
 
     def __call__(self, config: EngineConfig, pool: BlockPool, kv: KvManager, layout: Layout) -> KvTiers:
@@ -61,6 +63,8 @@ class Below:
             low_water=pool.num_blocks // 2,
             commons_of_host=commons,
             memory=self.memory,
+            drain_s=self.drain_s,
+            sleep=self.sleep,
         )
         self.made.append(tiers)
         return tiers

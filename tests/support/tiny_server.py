@@ -1,10 +1,12 @@
 """`lamina serve` with a random tiny model, a small pool, host memory and an embedded Valkey.
 
-`tiny_server.py MODEL HOME`: tokenizer and templates are those of MODEL. `tests` has to be on the path.
+`tiny_server.py MODEL HOME`: tokenizer and templates are those of MODEL. `tests` has to be on the path. The store is
+another one if LAMINA_KV_STORE_URL names it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -22,6 +24,7 @@ def engine() -> int:
 
     fields = TINY | {"vocab_size": 49152, "max_position_embeddings": 8192}
     launch = Launch.from_json(sys.stdin.buffer.read())
+    logging.basicConfig(level=launch.log_level)
     return run_engine(
         lambda config: tiny_core(
             config.adapters,
@@ -33,6 +36,7 @@ def engine() -> int:
             served_name=config.name,
             host_kv_bytes=config.host_kv_bytes,
             kv_store_url=config.kv_store_url,
+            kv_store_drain_s=config.kv_store_drain_s,
         ),
         launch,
     )
@@ -44,7 +48,8 @@ def server(model: str, home: str) -> None:
     from lamina.wiring.serve import serve
     from lamina.wiring.settings import load_settings
 
-    os.environ |= {"OMP_NUM_THREADS": "1", "LAMINA_KV_STORE_URL": "embedded", "LAMINA_KV_STORE_BYTES": "32MiB"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "LAMINA_KV_STORE_BYTES": "32MiB"}
+    os.environ.setdefault("LAMINA_KV_STORE_URL", "embedded")
     set_up_logging("INFO")
     settings = load_settings(home=home, port="0", host_kv_bytes="200KiB")
     try:

@@ -387,9 +387,12 @@ class EngineCore:
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Ends all requests and the loader thread, and lets go of weights and pool. Nothing may be called after it."""
+        """Ends all requests, then saves what outlives this engine, for as long as is configured. Ends the loader
+        thread, and lets go of weights and pool. Nothing may be called after it."""
         for request_id in list(self._requests):
             self.cancel(request_id)
+        if self._flight is None:  # else there are blocks of a step that may yet fail
+            self._tiers.drain()
         self._adapters.close()
         self._tiers.close()
         # Weights and pool go now: the parts of an engine refer to each other, and would wait for the garbage collector.

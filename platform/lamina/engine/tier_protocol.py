@@ -134,6 +134,10 @@ class Tiers(TierGate, TiersBelow, Protocol):
 
     def check_integrity(self) -> None: ...
 
+    def drain(self) -> None:
+        """Before `close`, when nothing runs any more: saves what outlives this engine, for a bounded time."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -197,6 +201,9 @@ class NoTiers(PoolOnly):
 
     def check_integrity(self) -> None:
         """Nothing to check."""
+
+    def drain(self) -> None:
+        """There is nowhere to save anything."""
 
     def close(self) -> None:
         """Nothing to close."""

@@ -53,6 +53,7 @@ class Puts:
         self._shares: Shares[_Put] = Shares(_MAX_PUT_BYTES)
         self._queued: Counter[str] = Counter()  # bytes that wait, by namespace
         self._under_way: list[_Put] = []
+        self.failures = 0  # puts that the store did not manage; only grows
 
     @property
     def has_store(self) -> bool:
@@ -71,6 +72,18 @@ class Puts:
                     return
                 self._queued[namespace] += self._bytes(put)
                 self._shares.want(put, namespace, self._weight(namespace), self._bytes(put))
+
+    def put_stored(self, ids: Iterable[BlockId]) -> None:
+        """Starts to put those of these that host memory has: from then on no eviction takes them. Nobody wants them
+        there any longer for that."""
+        slots = (slot for identity in ids for slot in self._host.find([identity]))
+        self.want([key for slot in slots if (key := self._host.key_of(slot)) is not None], passing=True)
+        self.start()
+
+    def renew_all(self) -> None:
+        """From now on puts all of host memory that the store lacks, the most recently used first, as there is slack."""
+        if self._renewals is not None:
+            self._renewals.begin()
 
     @property
     def is_busy(self) -> bool:
@@ -155,6 +168,7 @@ class Puts:
         if all(outcome in (Outcome.OK, Outcome.REFUSED) for outcome in outcomes):
             self._renewals.worked()
         else:
+            self.failures += 1
             self._renewals.failed()
 
     def _bytes(self, put: _Put) -> int:

@@ -53,6 +53,10 @@ class Saves:
         """From now on what `pinned` names goes to the store."""
         self._device.pinned = pinned
 
+    def pinned(self) -> Iterable[BlockId]:
+        """What `keep` was told of."""
+        return self._device.pinned()
+
     def found(self, namespace: str, request: int, ids: Iterable[BlockId]) -> None:
         """See HotPrefixes."""
         if self._puts.has_store:
@@ -79,8 +83,7 @@ class Saves:
             return
         namespace, ids = self._hot.next(most)
         ids = self._puts.lacking(ids)
-        self._puts.want([key for slot in self._in_host(ids) if (key := self._host.key_of(slot))], passing=True)
-        self._puts.start()  # before room is made for the others, which could be made of these
+        self._puts.put_stored(ids)  # before room is made for the others, which could be made of these
         on_device = (self._kv.find(identity) for identity in ids if not self._host.knows(identity))
         blocks = [block for block in on_device if block is not None]
         if blocks:
@@ -88,10 +91,6 @@ class Saves:
             self._spills.copy(blocks, given, passing=True)
             if None in given:
                 self._hot.drop(namespace)
-
-    def _in_host(self, ids: Iterable[BlockId]) -> list[int]:
-        """Slots of those that are there, and have not been put for want of room in the line."""
-        return [slot for identity in ids for slot in self._host.find([identity])]
 
     def _room_for(self, keys: Sequence[BlockKey]) -> Sequence[Reservation | None]:
         """In place of other namespaces' blocks only what the own reservation entitles to: the device has these."""

@@ -20,6 +20,7 @@ from lamina.engine.host_commons import HostCommons
 from lamina.engine.provenance import Provenance, Unasked
 from lamina.engine.request import Choice, ChoiceStatus
 from lamina.engine.store_memory import StoreMemory
+from lamina.engine.tier_drain import Drain, StoreRoom
 from lamina.engine.tier_fetch import Fetch, begin
 from lamina.engine.tier_lift import LiftPaths
 from lamina.engine.tier_protocol import Allocate, Below, TierStats
@@ -60,15 +61,20 @@ class KvTiers:
         rates: Rates | None = None,
         memory: StoreMemory | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drain_s: float = 0.0,
+        sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         """`low_water`: free device blocks below which the next victims are spilled. `provenance` hears of fetches.
 
         `memory`: where it is noted what is in the store; it should remember more blocks than host memory has.
         `commons_of_host`: the quotas and pins of `host`; None: it is a store's working memory and no tier of its own.
+        `drain_s`: seconds that `drain` may take. `sleep`: how it passes them.
         """
         self.commons_of_host = commons_of_host
         self._kv, self._host, self._arena, self._mover, self._store = kv, host, arena, mover, store
         self._provenance: Provenance = Unasked() if provenance is None else provenance
+        self._clock, self._sleep, self._drain_s = clock, sleep, drain_s
+        self._store_limits: dict[str, int] = {}  # bytes, by namespace
         self._counts: Counter[str] = Counter()
         rates = Rates(kv.block_size, clock=clock) if rates is None else rates
         self.store_memory = StoreMemory() if memory is None else memory
@@ -233,6 +239,7 @@ class KvTiers:
             require_nothing(quotas)
         else:
             self._store.set_quotas(quotas)
+            self._store_limits = {name: quota.limit for name, quota in quotas.items()}
 
     def store_usage(self) -> TierUsage | None:
         """See TiersBelow."""
@@ -274,6 +281,30 @@ class KvTiers:
             self._host.check_integrity()
         else:
             self.commons_of_host.check_integrity()
+
+    def drain(self) -> None:
+        """See Tiers."""
+        if self._store is None or not self._drain_s:
+            return
+        unit, total = self._arena.block_bytes, self._store.usage().limit
+        limits = {name: limit // unit for name, limit in self._store_limits.items()}
+        room = StoreRoom(None if total is None else total // unit, limits)
+        drain = Drain(
+            self._kv,
+            self._host,
+            self._spills,
+            self._puts,
+            self.store_memory,
+            pinned=self._saves.pinned(),
+            room=room,
+        )
+        drain.run(
+            self.settle,
+            lambda: self._counts["stored"],
+            seconds=self._drain_s,
+            clock=self._clock,
+            sleep=self._sleep,
+        )
 
     def close(self) -> None:
         """Ends the store; nothing may be called afterwards."""

@@ -66,13 +66,14 @@ def _serve(core: Core, link: Link, pulse: Pulse) -> int:
     link.wake_on_signals()
     try:
         server.run()
+        pulse.turned(busy=False)  # how long it may take to close is said by whoever stops this process
+        core.close()
     except Exception:  # noqa: BLE001 - the last stop before the process ends
         _log.critical("the engine core failed; the process ends", exc_info=True)
         return EXIT_FATAL
     finally:
         link.close()
         pulse.end()
-    core.close()
     return 0
 
 

@@ -2,7 +2,8 @@
 
 take the port -> find the model -> start the engine process
   -> meanwhile: import the gateway, migrate, seed the demo, accept connections (503 until the engine is ready)
-stop: no new connections -> running requests finish or are cancelled -> end the engine -> remove the socket
+stop: no new connections -> running requests finish or are cancelled -> the engine saves blocks to the store, if there
+  is one that stays -> end the engine -> remove the socket
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ EXIT_FORCED = 130
 
 _log = logging.getLogger(__name__)
 
+_ENGINE_END_S = 5.0  # for an engine that is told to stop, beside what it has for saving blocks
 _FAREWELL_S = 2.0  # for the last bytes of requests that the grace time did not suffice for
 
 # This process tokenizes and copies bytes; cores are the engine's. Read when the libraries are loaded.
@@ -77,7 +79,7 @@ def serve(
         with embedded_store(engine) as engine, runtime_directory() as runtime:
             client = ZmqEngineClient(f"ipc://{runtime / 'engine'}")
             spawn = partial(_spawn, engine_command, dict(os.environ), client.address, engine, settings.log_level)
-            supervisor = EngineSupervisor(client, spawn)
+            supervisor = EngineSupervisor(client, spawn, stop_grace_s=_engine_grace_s(engine))
             house = _House(
                 settings=settings,
                 engine=engine,
@@ -185,6 +187,10 @@ class _House:
             "Ctrl-C again ends them now."
         )
         stop.set()
+
+
+def _engine_grace_s(engine: EngineConfig) -> float:
+    return _ENGINE_END_S + (engine.kv_store_drain_s if engine.kv_store_url else 0.0)
 
 
 def _spawn(

@@ -114,6 +114,12 @@ class Settings(BaseSettings):
     kv_store_ttl_s: float | None = _engine(
         "kv_store_ttl_s", "Seconds after its last use when a stored block expires; unset: never.", gt=0
     )
+    kv_store_drain_s: float = _engine(
+        "kv_store_drain_s",
+        "Seconds in which a server that is told to stop saves blocks to the store, after its last request; 0: none. "
+        "`embedded` ends with the server: there nothing is saved.",
+        ge=0,
+    )
     max_context: int | None = _engine(
         "max_context", "Tokens of prompt and completion together; unset: what the model allows.", ge=2
     )

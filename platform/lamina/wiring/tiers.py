@@ -58,7 +58,17 @@ def build_tiers(config: EngineConfig, pool: BlockPool, kv: KvManager, layout: La
     commons = HostCommons.of_slots(kv, slots, pool.block_bytes, seal=seal) if config.host_kv_bytes else None
     host = HostTier(slots, pool.block_bytes, seal=seal) if commons is None else commons.tier
     memory = StoreMemory(ttl_s=config.kv_store_ttl_s, max_blocks=max(_REMEMBERED, 2 * slots))
-    return KvTiers(kv, host, arena, mover, store, low_water=low_water, commons_of_host=commons, memory=memory)
+    return KvTiers(
+        kv,
+        host,
+        arena,
+        mover,
+        store,
+        low_water=low_water,
+        commons_of_host=commons,
+        memory=memory,
+        drain_s=config.kv_store_drain_s,
+    )
 
 
 def _kernels(device: torch.device) -> BlockKernels:

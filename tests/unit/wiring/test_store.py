@@ -32,6 +32,7 @@ def test_another_store_is_left_alone() -> None:
 def test_the_embedded_store_is_as_large_as_it_is_told_and_its_quotas_fit_in() -> None:
     """A sixteenth at least is kept back for the server itself."""
     with embedded_store(config(kv_store_url=EMBEDDED, kv_store_bytes=64 * 2**20)) as engine:
+        assert not engine.kv_store_drain_s, "whatever is saved at the end ends as well"
         store = open_store(engine, 65536, LAYOUT)
         try:
             store.set_quotas({"ann": Quota(20 * 2**20, 2**40)})
