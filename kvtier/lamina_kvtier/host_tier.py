@@ -135,8 +135,11 @@ class HostTier:
         with self._kept(keys):
             return [self._reserve(key) for key in keys]
 
-    def reserve_beside_others(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
-        """As `reserve`, but out of free slots and the namespace's own: nobody else loses a block for these.
+    def reserve_beside_others(
+        self, keys: Sequence[BlockKey], spare: Callable[[BlockId], bool] = lambda _: False
+    ) -> list[Reservation | None]:
+        """As `reserve`, but out of free slots and the namespace's own: nobody else loses a block for these, but for one
+        that the policy names and that is `spare`: whoever loses it finds it in a tier below.
 
         All are of one namespace. None: known already, or there is no such room for it, nor for those after it; that is
         not counted as a refusal.
@@ -144,7 +147,7 @@ class HostTier:
         given: list[Reservation | None] = []
         with self._kept(keys):
             for key in keys:
-                if not self.knows(key.id) and not self._has_room_beside_others(key.namespace):
+                if not self.knows(key.id) and not self._has_room_beside_others(key.namespace, spare):
                     break
                 given.append(self._reserve(key))
         return [*given, *[None] * (len(keys) - len(given))]
@@ -377,12 +380,17 @@ class HostTier:
                 return None
         return books.free.pop()
 
-    def _has_room_beside_others(self, namespace: str) -> bool:
-        """Whether `_take` will find some, after the namespace's own oldest victim has gone if it must."""
+    def _has_room_beside_others(self, namespace: str, spare: Callable[[BlockId], bool]) -> bool:
+        """Whether `_take` will find some, after the namespace's own oldest victim has gone if it must, or a spare one
+        of others."""
         books = self._books
         if not self._policy.may_grow(namespace, books.charged):
             return books.victims.count(namespace) > 0
-        return bool(books.free) or self._evict(namespace, Reason.PRESSURE)
+        if books.free or self._evict(namespace, Reason.PRESSURE):
+            return True
+        owner = self._policy.victim(namespace, books.charged, books.victims)
+        victim = None if owner is None else books.victims.oldest(owner)
+        return victim is not None and spare(books.key_at(victim).id) and self._evict(owner, Reason.PRESSURE)
 
     def _evict(self, owner: str | None, reason: Reason) -> bool:
         """The owner's oldest victim, if there is one."""

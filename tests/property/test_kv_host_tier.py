@@ -8,7 +8,7 @@ held, exactly the block that was written there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,14 +133,19 @@ class NaiveHost:
             self.reserve_one(key, reservation)
         self.release(known)
 
-    def reserve_beside_others(self, keys: Sequence[BlockKey], granted: Sequence[Reservation | None]) -> None:
+    def reserve_beside_others(
+        self, keys: Sequence[BlockKey], spare: Callable[[bytes], bool], granted: Sequence[Reservation | None]
+    ) -> None:
         known = [slot for key in keys if (slot := self.slot_of(key.id, "known")) is not None]
         self.hold(known)
         for at, key in enumerate(keys):
             is_new = self.slot_of(key.id, "known", "writing") is None
-            own = next((slot for slot in self.order if self.entries[slot].key.namespace == key.namespace), None)
+            own = self.oldest_of(key.namespace)
+            others = self.oldest_of(self.furthest())
             is_at_limit = self.charged()[key.namespace] >= self.limits[key.namespace]
             is_full = len(self.entries) == self.num_slots
+            if is_new and own is None and not is_at_limit and others is not None and spare(self.entries[others].key.id):
+                own = others
             if is_new and own is None and (is_at_limit or is_full):
                 assert list(granted[at:]) == [None] * len(granted[at:])
                 break
@@ -148,6 +153,14 @@ class NaiveHost:
                 self.lose(own, Reason.PRESSURE)
             self.reserve_one(key, granted[at])
         self.release(known)
+
+    def furthest(self) -> str | None:
+        """Whose block goes."""
+        owners, charged = {self.entries[slot].key.namespace for slot in self.order}, self.charged()
+        return max(owners, key=lambda namespace: (charged[namespace], namespace), default=None)
+
+    def oldest_of(self, namespace: str | None) -> int | None:
+        return next((slot for slot in self.order if self.entries[slot].key.namespace == namespace), None)
 
     def reserve_one(self, key: BlockKey, reservation: Reservation | None) -> None:
         if self.slot_of(key.id, "known", "writing") is not None:
@@ -161,10 +174,9 @@ class NaiveHost:
         if not room:
             owner = key.namespace
         elif len(self.entries) == self.num_slots:
-            owners = {self.entries[slot].key.namespace for slot in self.order}
-            owner = max(owners, key=lambda namespace: (charged[namespace], namespace), default=None)
+            owner = self.furthest()
         if not room or len(self.entries) == self.num_slots:
-            victim = next((slot for slot in self.order if self.entries[slot].key.namespace == owner), None)
+            victim = self.oldest_of(owner)
             if victim is None:
                 assert reservation is None
                 self.refusals[key.namespace, reason] += 1
@@ -288,14 +300,18 @@ class HostMachine(RuleBasedStateMachine):
             self.seen[key.id] = keys[: at + 1]
         return keys
 
-    @rule(target=writes, table=tables, skip=st.integers(0, 2), beside_others=st.booleans())
-    def reserve(self, table: tuple[str, list[int]], skip: int, beside_others: bool) -> list[Reservation]:
+    @rule(target=writes, table=tables, skip=st.integers(0, 2), beside_others=st.booleans(), spare=st.integers(0, 4))
+    def reserve(self, table: tuple[str, list[int]], skip: int, beside_others: bool, spare: int) -> list[Reservation]:
         """Blocks may come without their heads: those spill tail first."""
         keys = self.keys(table)[0 if self.closed else skip :]
         prefix = self.hold(table) if self.closed else []
         if beside_others:
-            granted = self.real.reserve_beside_others(keys)
-            self.naive.reserve_beside_others(keys, granted)
+
+            def is_spare(identity: bytes) -> bool:
+                return identity[-1] % 4 < spare
+
+            granted = self.real.reserve_beside_others(keys, is_spare)
+            self.naive.reserve_beside_others(keys, is_spare, granted)
         else:
             granted = self.real.reserve(keys)
             self.naive.reserve(keys, granted)

@@ -208,8 +208,10 @@ class PoisonedHost(HostTier):
         self.look([reservation.slot for reservation in given if reservation is not None])
         return given
 
-    def reserve_beside_others(self, keys: Sequence[BlockKey]) -> list[Reservation | None]:
-        given = super().reserve_beside_others(keys)
+    def reserve_beside_others(
+        self, keys: Sequence[BlockKey], spare: Callable[[BlockId], bool] = lambda _: False
+    ) -> list[Reservation | None]:
+        given = super().reserve_beside_others(keys, spare)
         self.look([reservation.slot for reservation in given if reservation is not None])
         return given
 

@@ -159,9 +159,10 @@ class _WatchedKv(PoisonedKv):
 
 
 class _WatchedHost(PoisonedHost):
-    """The same for slots."""
+    """The same for slots; and to a hot prefix, which the device has, nobody loses what no store has."""
 
     _for: str | None = None
+    _spare: Callable[[BlockId], bool] | None = None
     quotas: Callable[[str], int]  # reserved slots of a namespace, if policy is loaded
 
     def _take(self, key: BlockKey) -> int | None:
@@ -170,16 +171,19 @@ class _WatchedHost(PoisonedHost):
         self._for = None
         return taken
 
-    def _has_room_beside_others(self, namespace: str) -> bool:
-        self._for = namespace
-        has_room = super()._has_room_beside_others(namespace)
-        self._for = None
+    def _has_room_beside_others(self, namespace: str, spare: Callable[[BlockId], bool]) -> bool:
+        self._for, self._spare = namespace, spare
+        has_room = super()._has_room_beside_others(namespace, spare)
+        self._for, self._spare = None, None
         return has_room
 
     def _evict(self, owner: str | None, reason: Reason) -> bool:
         if owner is not None and owner != self._for:
             used = sum(key is not None and key.namespace == owner for key in self._books.keys)
             assert used > self.quotas(owner), f"{owner} loses slots that it reserved to {self._for}"
+            victim = self._books.victims.oldest(owner)
+            if self._spare is not None and victim is not None:
+                assert self._spare(self._books.key_at(victim).id), f"{owner} loses what nobody else has to {self._for}"
         return super()._evict(owner, reason)
 
     def slots_in_use(self) -> Counter[str]:

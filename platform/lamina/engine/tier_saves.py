@@ -45,7 +45,7 @@ class Saves:
     ) -> None:
         """`memory`: of what is in the store. `commons_of_host`: None: host memory is what a store works through."""
         self._kv, self._host, self._spills, self._puts = kv, host, spills, puts
-        self._commons = commons_of_host
+        self._commons, self._memory = commons_of_host, memory
         self._device = DeviceSaves(kv, host, memory, clock)
         self._hot = HotPrefixes(memory, clock, most=kv.num_blocks)
 
@@ -93,12 +93,14 @@ class Saves:
                 self._hot.drop(namespace)
 
     def _room_for(self, keys: Sequence[BlockKey]) -> Sequence[Reservation | None]:
-        """In place of other namespaces' blocks only what the own reservation entitles to: the device has these."""
+        """In place of other namespaces' blocks what the own reservation entitles to; beyond that, of those that the
+        store has: the device has these."""
         if self._commons is None:
             return self._host.reserve(keys)
         account = self._commons.ledger.account(keys[0].namespace)
         own = max(0, account.quota.reserved - account.committed)
-        return [*self._host.reserve(keys[:own]), *self._host.reserve_beside_others(keys[own:])]
+        entitled = self._host.reserve(keys[:own])
+        return [*entitled, *self._host.reserve_beside_others(keys[own:], self._memory.believes)]
 
 
 class DeviceSaves:

@@ -268,6 +268,29 @@ def test_nobody_else_loses_a_block_in_host_memory(
     core.close()
 
 
+@pytest.mark.parametrize(("first_dirty", "stored", "lost"), [(0, 0, 0), (1, 1, 1), (8, 4, 2)])
+def test_others_lose_copies_of_what_the_store_has(tmp_path: Path, first_dirty: int, stored: int, lost: int) -> None:
+    """To a quiet tenant that has no reservation, and nothing in a host memory that is full. Of the blocks there the
+    store has those that go before `first_dirty`."""
+    store = MemoryStore()
+    below = Below(host=8, store=store, shared=True)
+    core = tiny_core(tmp_path, tiers=below, **ROOMY)
+    core.commons.set_quotas([QuotaPolicy(namespace="t")])
+    ids = identities(core, prompt(1))
+    keys = crowded(below, core, "b")[::-1]  # the tail goes first
+    below.made[-1].store_memory.note([key.id for key in keys[:first_dirty]])
+    ask(core, prompt(1), times=3)
+    for _ in range(4):
+        go_on(core)
+    host = below.made[-1]._host
+    assert [store.has(identity) for identity in ids] == [at < stored for at in range(4)]
+    # Two at a time, a quarter of host memory, and then the same slots again.
+    assert [host.knows(key.id) for key in keys] == [at >= lost for at in range(8)]
+    assert not host.refusals
+    core.check_integrity()
+    core.close()
+
+
 def test_a_limit_of_host_memory_is_kept(tmp_path: Path) -> None:
     store = MemoryStore()
     below = Below(host=40, store=store, shared=True)

@@ -288,6 +288,21 @@ def test_what_comes_beside_others_takes_nothing_of_theirs() -> None:
     assert tier.evictions == {("ann", Reason.PRESSURE): 2}
 
 
+def test_what_is_spare_of_others_goes_for_what_comes_beside_them() -> None:
+    """The one that is next by their shares, and none behind it; a reservation holds."""
+    tier, _ = quotas(6, ann=Quota(0, 6), bob=Quota(1, 6), eve=Quota(2, 6))
+    store(tier, 30, 31, namespace="eve")
+    for number in (10, 11, 12, 13):
+        store(tier, number, namespace="bob")
+    spare = {key(number).id for number in (10, 11, 13, 30, 31)}
+    given = tier.reserve_beside_others([key(number) for number in range(20, 24)], spare.__contains__)
+    assert [room is not None for room in given] == [True, True, False, False]
+    tier.commit([room for room in given if room is not None])
+    assert there(tier, 10, 11, 12, 13, 20, 21, 30, 31) == [12, 13, 20, 21, 30, 31]
+    assert tier.evictions == {("bob", Reason.PRESSURE): 2}
+    assert not tier.refusals
+
+
 def test_what_comes_beside_others_keeps_within_the_limit() -> None:
     tier, _ = quotas(8, ann=Quota(0, 2))
     given = tier.reserve_beside_others([key(number) for number in range(3)])
