@@ -52,6 +52,8 @@ TEXTS = [
 ]
 NEW_TOKENS = 20
 
+Work = list[tuple[list[int], str | None]]  # prompts, and whom each asks
+
 
 @pytest.fixture(scope="module")
 def adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -65,7 +67,7 @@ def adapters(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def work(demo_model: Path, adapters: dict[str, Path]) -> list[tuple[list[int], str | None]]:
+def work(demo_model: Path, adapters: dict[str, Path]) -> Work:
     """16 requests: every adapter and the base, short and long prompts, some with a common beginning."""
     from lamina.models.tokenizer import Tokenizer
 
@@ -82,8 +84,23 @@ def oracle(demo_model: Path, adapters: dict[str, Path]) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def expected(oracle: Oracle, work: list[tuple[list[int], str | None]]) -> list[Expected]:
-    return [oracle.greedy(prompt, NEW_TOKENS, adapter) for prompt, adapter in work]
+def plain(demo_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
+    with engine(demo_model, adapters, num_blocks=512, prefix_caching=False) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def mixed(plain: LLM, work: Work) -> list[list[int]]:
+    """What the engine says when it is asked for all 16 together."""
+    return said(plain, work)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Oracle, work: Work, mixed: list[list[int]]) -> list[Expected]:
+    return [
+        oracle.greedy(prompt, NEW_TOKENS, adapter, guess=guess)
+        for (prompt, adapter), guess in zip(work, mixed, strict=True)
+    ]
 
 
 def engine(model: Path, adapters: dict[str, Path], **options: Any) -> LLM:
@@ -91,47 +108,54 @@ def engine(model: Path, adapters: dict[str, Path], **options: Any) -> LLM:
     return LLM(model, adapters=adapters, dtype="float32", threads=torch.get_num_threads(), **options)
 
 
-def check(llm: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+def said(llm: LLM, work: Work) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     prompts = [prompt for prompt, _ in work]
     outputs = llm.generate(prompts, sampling, adapter=[adapter for _, adapter in work])
-    wrong = {
-        f"{i} ({adapter})": problem
-        for i, (output, theirs, (_, adapter)) in enumerate(zip(outputs, expected, work, strict=True))
-        if (problem := disagreement(output.token_ids, theirs))
-    }
-    assert not wrong
     llm.core.check_integrity()
     assert llm.core.stats().blocks_active == 0
+    return [output.token_ids for output in outputs]
 
 
-def test_the_adapters_matter(
-    oracle: Oracle, expected: list[Expected], work: list[tuple[list[int], str | None]]
-) -> None:
+def check(answers: list[list[int]], work: Work, expected: list[Expected]) -> None:
+    wrong = {
+        f"{i} ({adapter})": problem
+        for i, (answer, theirs, (_, adapter)) in enumerate(zip(answers, expected, work, strict=True))
+        if (problem := disagreement(answer, theirs))
+    }
+    assert not wrong
+
+
+def test_the_adapters_matter(oracle: Oracle, expected: list[Expected], work: Work) -> None:
     """Guards the suite itself: under every random adapter the answer soon differs from the base model's."""
     same = [
         adapter
         for (prompt, adapter), theirs in list(zip(work, expected, strict=True))[:EACH]
-        if adapter in ADAPTERS and oracle.greedy(prompt, NEW_TOKENS, None).tokens == theirs.tokens
+        if adapter in ADAPTERS and oracle.along(prompt, theirs.tokens, None).tokens == theirs.tokens
     ]
     assert not same
 
 
-@pytest.fixture(scope="module")
-def plain(demo_model: Path, adapters: dict[str, Path]) -> Iterator[LLM]:
-    with engine(demo_model, adapters, num_blocks=512, prefix_caching=False) as llm:
-        yield llm
+def test_a_guess_changes_no_answer(oracle: Oracle, work: Work) -> None:
+    """Guards the oracle: a guess that is right to the end, to the middle or not at all only saves steps."""
+    prompt, count, adapter = work[0][0], 4, "dora-rslora"
+    alone = oracle.greedy(prompt, count, adapter)
+    for right in (count, 2, 0):
+        guess = [*alone.tokens[:right], *(token + 1 for token in alone.tokens[right:])]
+        helped = oracle.greedy(prompt, count, adapter, guess=guess)
+        assert helped.tokens == alone.tokens
+        assert helped.margins == pytest.approx(alone.margins, abs=1e-3)
 
 
-def test_alone(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+def test_alone(plain: LLM, work: Work, expected: list[Expected]) -> None:
     """One request at a time: the base and every adapter."""
     for item, theirs in list(zip(work, expected, strict=True))[:EACH]:
-        check(plain, [item], [theirs])
+        check(said(plain, [item]), [item], [theirs])
 
 
-def test_mixed_in_one_batch(plain: LLM, work: list[tuple[list[int], str | None]], expected: list[Expected]) -> None:
+def test_mixed_in_one_batch(mixed: list[list[int]], work: Work, expected: list[Expected]) -> None:
     """All 16 together."""
-    check(plain, work, expected)
+    check(mixed, work, expected)
 
 
 @pytest.mark.parametrize("chunk", [16, 128, 2048])
@@ -139,13 +163,13 @@ def test_chunked_and_cached(
     chunk: int,
     demo_model: Path,
     adapters: dict[str, Path],
-    work: list[tuple[list[int], str | None]],
+    work: Work,
     expected: list[Expected],
 ) -> None:
     """Any chunk size, first with a cold and then with a warm prefix cache."""
     with engine(demo_model, adapters, num_blocks=512, max_batch_tokens=chunk, max_running=16) as llm:
-        check(llm, work, expected)
-        check(llm, work, expected)
+        check(said(llm, work), work, expected)
+        check(said(llm, work), work, expected)
         assert llm.core.stats().prefix_hit_tokens > 0
 
 
@@ -154,11 +178,11 @@ def test_preempted(
     cache: bool,
     demo_model: Path,
     adapters: dict[str, Path],
-    work: list[tuple[list[int], str | None]],
+    work: Work,
     expected: list[Expected],
 ) -> None:
     """A pool too small for the batch forces preemption by recompute; the output stays the same."""
     small = {"block_size": 4, "num_blocks": 48, "max_batch_tokens": 256, "max_running": 16}
     with engine(demo_model, adapters, prefix_caching=cache, **small) as llm:
-        check(llm, work, expected)
+        check(said(llm, work), work, expected)
         assert llm.core.stats().preemptions > 0
