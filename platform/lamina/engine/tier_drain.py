@@ -94,15 +94,17 @@ class Drain:
         """Those that the store lacks, but no more than it can keep: the last that come evict the first, which are worth
         more."""
         taken: Counter[str] = Counter()
+        in_all = 0
         for identity in dict.fromkeys(ids):
             block = self._kv.find(identity)
             if block is None or self._memory.believes(identity):
                 continue
             owner = self._kv.owner_of(block) or ""
-            if taken.total() == room.total:
+            if in_all == room.total:
                 return
             if taken[owner] != room.by_namespace.get(owner):
                 taken[owner] += 1
+                in_all += 1
                 yield identity
 
     def _go_on(self) -> bool:
