@@ -297,6 +297,17 @@ class WholeBelow(PoisonedBelow):
         self.fault_tier.away = mood == "is away"
         self.fault_tier._faults = MOODS.get(mood, MOODS["sound"])
 
+    def drain(self) -> None:
+        """The engine is closed in order; copies and store go on as they are."""
+        self.tiers._drain_s, self.tiers._sleep = 5.0, self._pause
+        self.tiers.drain()
+
+    def _pause(self, seconds: float) -> None:
+        for lane in (self.spills, self.promotions):
+            lane.run(lane.waiting)
+        self.steps.run()
+        self.pass_time(100 * seconds)  # 25 looks in all
+
     def all_ends(self) -> None:
         """Whatever is under way does, and well."""
         for lane in (self.spills, self.promotions):

@@ -473,6 +473,9 @@ class WholeMachine(RuleBasedStateMachine):
         ledger = self.below.kv.ledger
         assert ledger is not None
         assert all(account.pending == account.ahead == 0 for account in ledger.accounts.values())
+        self.below.drain()
+        self.everything_agrees()
+        self.what_is_erased_is_gone()
         for name, item in self.requests.items():
             self.said_what_it_should(name, item)
 
