@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import Goal, add_quick, finish
+from lamina.wiring.cores import store_lanes
 from lamina.wiring.valkey import EmbeddedValkey, ValkeyConfig
 from lamina_kvtier.block_codec import BlockCodec
 from lamina_kvtier.quota import Quota
+from lamina_kvtier.redis_plane import PlaneConfig
 from lamina_kvtier.redis_tier import RedisTier, RedisTierConfig
 from lamina_kvtier.tier import BlockKey, Operation, Outcome
 
@@ -97,7 +99,8 @@ def _keys(count: int) -> list[BlockKey]:
 def _full_tier(binary: Path | None, values: list[memoryview], *, ruled: bool) -> Iterator[RedisTier]:
     """Holds FULL bytes; `ruled`: by quotas, else by the server's own memory."""
     size = len(values[0])
-    config = RedisTierConfig(deployment=os.urandom(8).hex(), put_s=PATIENCE_S, load_s=PATIENCE_S)
+    plane = PlaneConfig(lanes=store_lanes())  # as the product has it
+    config = RedisTierConfig(deployment=os.urandom(8).hex(), put_s=PATIENCE_S, load_s=PATIENCE_S, plane=plane)
     server = ValkeyConfig(maxmemory_bytes=FULL + SPARE if ruled else FULL)
     with (
         EmbeddedValkey(server, binary=binary) as running,
