@@ -77,6 +77,7 @@ end
 
 local quotas, used = {}, {}
 local changed, stale = {}, {} -- namespaces: USED, OVER do not say any more how they are
+local barren = {} -- namespaces that OVER has as those without kept blocks: for this call they have none to give
 
 local function read_accounts(namespaces)
   local new = {}
@@ -385,8 +386,12 @@ local function save()
   write_blocks()
   write_charges()
   write_queues()
-  rank(changed, without_kept(changed))
-  changed = {}
+  local none = without_kept(changed)
+  for namespace in pairs(changed) do
+    if none[namespace] ~= barren[namespace] then stale[namespace] = true end
+  end
+  rank(stale, none)
+  changed, stale = {}, {}
 end
 
 local function drop_due(set, scores)
@@ -406,7 +411,7 @@ end
 
 -- Victims.
 
-local evicted, victims, barren = {}, 0, {}
+local evicted, victims = {}, 0
 local ranked_ahead = 1 -- how many of the first in OVER have been looked up at once
 
 local function oldest(namespace) -- never what this very call has used
@@ -454,7 +459,7 @@ local function furthest_over() -- and its oldest block; nil: nobody has one beyo
     if not namespace or barren[namespace] or over_share(namespace) <= 0 then return end
     local id = oldest(namespace)
     if id then return namespace, id end
-    barren[namespace] = true -- for this call: all that it has is being written, or was used just now
+    barren[namespace] = true -- all that it has is being written, or was used just now
     note(namespace)
   end
 end
