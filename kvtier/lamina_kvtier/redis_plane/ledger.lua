@@ -79,17 +79,26 @@ local quotas, used = {}, {}
 local changed, stale = {}, {} -- namespaces: USED, OVER do not say any more how they are
 local barren = {} -- namespaces that OVER has as those without kept blocks: for this call they have none to give
 
+local rights = {} -- text -> what it says; many namespaces have the same, or none
+
+local function read_rights(text)
+  if not rights[text] then
+    local reserved, limit, weight = string.match(text, '^(%S+) (%S+) (%S+)$')
+    rights[text] = {
+      reserved = tonumber(reserved or 0), limit = tonumber(limit or math.huge), weight = tonumber(weight or 1),
+    }
+  end
+  return rights[text]
+end
+
 local function read_accounts(namespaces)
   local new = {}
   for _, namespace in ipairs(namespaces) do
     if not (quotas[namespace] and used[namespace]) then new[#new + 1] = namespace end
   end
-  local rights, charges = ask(QUOTA, new), ask(USED, new)
+  local texts, charges = ask(QUOTA, new), ask(USED, new)
   for at, namespace in ipairs(new) do
-    local reserved, limit, weight = string.match(rights[at] or '', '^(%S+) (%S+) (%S+)$')
-    quotas[namespace] = {
-      reserved = tonumber(reserved or 0), limit = tonumber(limit or math.huge), weight = tonumber(weight or 1),
-    }
+    quotas[namespace] = read_rights(texts[at] or '')
     used[namespace] = used[namespace] or tonumber(charges[at] or 0)
   end
 end
