@@ -205,7 +205,7 @@ def test_a_prefix_being_computed_is_shared_with_its_tenant_only(folder: Path) ->
 
 def test_time_to_first_token_tells_nothing(folder: Path) -> None:
     """The area under the curve of guessing from it is within 0.45 ... 0.55, which is 4 standard deviations for so many
-    samples of equal distributions; above 0.9 for the owner of the blocks."""
+    samples of equal distributions; above 0.9 for the owner of the blocks, by the fastest of some probes."""
     core = tiny_core(
         folder,
         fields=SMALLEST,
@@ -227,12 +227,10 @@ def test_time_to_first_token_tells_nothing(folder: Path) -> None:
         uncached += times[1]
     assert 4 * (1 / (6 * len(cached))) ** 0.5 < 0.05
     assert 0.45 < area_under_curve(cached, uncached) < 0.55
-    cached, uncached = [], []
-    for _ in range(4):
-        times = _times(prober, "a", prompts)
-        cached += times[0]
-        uncached += times[1]
-    assert area_under_curve(cached, uncached) > 0.9
+    rounds = [_times(prober, "a", prompts) for _ in range(6)]
+    # Whatever else runs on this machine only ever slows a probe down.
+    own, new = ([min(times) for times in zip(*kind, strict=True)] for kind in zip(*rounds, strict=True))
+    assert area_under_curve(own, new) > 0.9
     core.close()
 
 
