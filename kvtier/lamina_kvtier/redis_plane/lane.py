@@ -174,12 +174,10 @@ class Lane:
         batch, step = pending[0].batch, Step.DONE
         answered: list[Request] = []
         try:
-            while pending and pending[0].batch is batch:
-                request = pending[0]
+            while pending and (request := pending[0]).batch is batch:
                 step = request.receive(reader)
-                pending.popleft()
                 self._pending_bytes -= request.cost
-                answered.append(request)
+                answered.append(pending.popleft())
                 if step is not Step.DONE or self._may_send():
                     break
         finally:
@@ -200,8 +198,11 @@ class Lane:
 
     def _may_send(self) -> bool:
         """There is something, and half of the window is free."""
-        free = self._pending_bytes <= self._window_bytes // 2 and len(self._pending) <= self._window_requests // 2
-        return free and self._queue.has_some()
+        return (
+            self._pending_bytes <= self._window_bytes // 2
+            and len(self._pending) <= self._window_requests // 2
+            and self._queue.has_some()
+        )
 
     def _keep_time(self, connection: Connection) -> None:
         """The first deadline of all that is under way counts: none may end late because another has more time."""

@@ -123,7 +123,7 @@ class ReplyReader:
     After an exception the stream is out of step for good: close the connection.
     """
 
-    __slots__ = ("_bounds", "_buffer", "_crlf", "_end", "_head", "_head_of", "_source", "_start", "_tail", "_view")
+    __slots__ = ("_bounds", "_buffer", "_crlf", "_end", "_head", "_head_room", "_source", "_start", "_tail", "_view", "_wanted")
 
     def __init__(self, source: Source, bounds: Bounds | None = None) -> None:
         self._source = source
@@ -133,7 +133,7 @@ class ReplyReader:
         self._start = self._end = 0  # what was received and not yet read
         self._crlf = bytearray(CRLF)  # the end of line behind a bulk comes here
         self._tail = memoryview(self._crlf)
-        self._head_of, self._head = -1, b""  # a value's length, and how a reply of that length begins
+        self._expect(0)
 
     @property
     def unread(self) -> int:
@@ -160,25 +160,29 @@ class ReplyReader:
         place, and no byte past it is received. A value that its place refuses is read past up to `bounds.drain` bytes.
         Raises ProtocolError, ValueTooLong beyond that, or what the source raises.
         """
-        if expected != self._head_of:
-            self._head_of, self._head = expected, b"$%d\r\n" % expected
+        if expected != self._wanted.length:
+            self._expect(expected)
         length = expected if self._begins_as_expected() else self._length()
         if not isinstance(length, int):
             return length
         views = place(length)
         if views is None:
             self._skip(length)
-        else:
-            self._fill(views, length)
-        return ValueReply(length, views is not None)
+            return ValueReply(length, False)
+        self._fill(views, length)
+        return self._wanted if length == expected else ValueReply(length, True)
+
+    def _expect(self, length: int) -> None:
+        """What the next values of that length have in common."""
+        self._wanted, self._head = ValueReply(length, True), b"$%d\r\n" % length
+        self._head_room = self._view[: len(self._head)]
 
     def _begins_as_expected(self) -> bool:
         """The common case in few steps: nothing is buffered, and the line that begins a value of that length comes."""
         if self._start < self._end:
             return False
-        want = len(self._head)
-        self._start, self._end = 0, self._source.receive(self._view[:want])
-        if self._end < want or not self._buffer.startswith(self._head):
+        self._start, self._end = 0, self._source.receive(self._head_room)
+        if self._end < len(self._head) or not self._buffer.startswith(self._head):
             return False
         self._end = 0
         return True

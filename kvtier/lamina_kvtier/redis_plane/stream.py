@@ -133,7 +133,8 @@ class _PlainStream:
             self._send(frames, size)
 
     def receive(self, into: memoryview) -> int:
-        self._arm()
+        if not self._fits_from <= time.monotonic() < self._fits_until:
+            self._arm()
         try:
             got = self._socket.recv_into(into)
         except BlockingIOError:
@@ -168,16 +169,15 @@ class _PlainStream:
             return 0
 
     def _recvmsg(self, into: Sequence[memoryview]) -> int:
-        self._arm()
+        if not self._fits_from <= time.monotonic() < self._fits_until:
+            self._arm()
         try:
             return self._socket.recvmsg_into(into, 0, socket.MSG_WAITALL)[0] or _lost()
         except BlockingIOError:
             raise TimeoutError("a value did not end before the deadline") from None
 
     def _arm(self) -> None:
-        """Sets the kernel's timer, unless it does as it is. Raises TimeoutError past the deadline."""
-        if self._fits_from <= time.monotonic() < self._fits_until:
-            return
+        """Sets the kernel's timer, which does not fit any more. Raises TimeoutError past the deadline."""
         self._timer_s = left = _left(self._deadline)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(left))
         self._fit()
