@@ -123,7 +123,19 @@ class ReplyReader:
     After an exception the stream is out of step for good: close the connection.
     """
 
-    __slots__ = ("_bounds", "_buffer", "_crlf", "_end", "_head", "_head_room", "_source", "_start", "_tail", "_view", "_wanted")
+    __slots__ = (
+        "_bounds",
+        "_buffer",
+        "_crlf",
+        "_end",
+        "_head",
+        "_head_room",
+        "_source",
+        "_start",
+        "_tail",
+        "_view",
+        "_wanted",
+    )
 
     def __init__(self, source: Source, bounds: Bounds | None = None) -> None:
         self._source = source
