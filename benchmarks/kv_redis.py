@@ -47,7 +47,7 @@ class Mover(Protocol):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--blocks", type=int, default=150)
     parser.add_argument("--lanes", type=int, default=store_lanes(), help="by default as many as the engine takes")
     parser.add_argument("--server", type=Path, help="a server's binary; by default the embedded Valkey")
