@@ -300,7 +300,7 @@ class WholeBelow(PoisonedBelow):
     def drain(self) -> None:
         """The engine is closed in order; copies and store go on as they are."""
         self.tiers._drain_s, self.tiers._sleep = 5.0, self._pause
-        self.tiers.drain()
+        self.tiers.drain(lambda: None)
 
     def _pause(self, seconds: float) -> None:
         for lane in (self.spills, self.promotions):

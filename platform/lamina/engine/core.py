@@ -391,10 +391,14 @@ class EngineCore:
         thread, and lets go of weights and pool. Nothing may be called after it."""
         for request_id in list(self._requests):
             self.cancel(request_id)
-        if self._flight is None:  # else there are blocks of a step that may yet fail
-            self._tiers.drain()
-        self._adapters.close()
-        self._tiers.close()
+        try:
+            flight, self._flight = self._flight, None
+            if flight is not None:
+                self._land(flight)
+            self._tiers.drain(self._clear_deleted)
+        finally:
+            self._adapters.close()
+            self._tiers.close()
         # Weights and pool go now: the parts of an engine refer to each other, and would wait for the garbage collector.
         del self._runner, self._sampler
 

@@ -134,8 +134,11 @@ class Tiers(TierGate, TiersBelow, Protocol):
 
     def check_integrity(self) -> None: ...
 
-    def drain(self) -> None:
-        """Before `close`, when nothing runs any more: saves what outlives this engine, for a bounded time."""
+    def drain(self, tend: Callable[[], object]) -> None:
+        """Before `close`, when nothing runs any more: saves what outlives this engine, for a bounded time.
+
+        `tend` is called again and again meanwhile: it goes on with what waited for transfers to end.
+        """
         ...
 
     def close(self) -> None: ...
@@ -202,7 +205,7 @@ class NoTiers(PoolOnly):
     def check_integrity(self) -> None:
         """Nothing to check."""
 
-    def drain(self) -> None:
+    def drain(self, tend: Callable[[], object]) -> None:
         """There is nowhere to save anything."""
 
     def close(self) -> None:

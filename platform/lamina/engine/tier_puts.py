@@ -80,11 +80,6 @@ class Puts:
         self.want([key for slot in slots if (key := self._host.key_of(slot)) is not None], passing=True)
         self.start()
 
-    def renew_all(self) -> None:
-        """From now on puts all of host memory that the store lacks, the most recently used first, as there is slack."""
-        if self._renewals is not None:
-            self._renewals.begin()
-
     @property
     def is_busy(self) -> bool:
         """Whether the store is writing or being looked at, or something waits for that."""

@@ -67,7 +67,7 @@ class Renewals:
             self._surprises = self._memory.surprises
             self._probe_at = now + self._pause
         if self._retry_at is not None and now >= self._retry_at:
-            self.begin()
+            self._begin()
 
     def next(self, count: int, under_way: Collection[BlockId]) -> list[BlockKey]:
         """Up to `count` blocks of one namespace to put, most recently used first, head before tail."""
@@ -98,7 +98,7 @@ class Renewals:
         """A put did."""
         self._retry_s = _RETRY_S
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Goes over host memory once, the most recently used first; then what is held, pinned or older than those."""
         self._slots = chain(self._host.newest(_NEWEST), range(self._host.num_slots))
         self._is_looking = True
@@ -130,7 +130,7 @@ class Renewals:
         self._surprises = self._memory.surprises
         if missing:
             self._pause = min(2 * self._pause, _MAX_PAUSE_S)
-            self.begin()
+            self._begin()
         elif answered:
             self._pause = _PROBE_S
         self._probe_at = now + self._pause

@@ -35,7 +35,7 @@ from lamina_kvtier.identity import BlockId
 from lamina_kvtier.manager import KvManager
 from lamina_kvtier.quota import Quota
 from lamina_kvtier.reasons import Reason
-from lamina_kvtier.tier import BlockKey, StoreTier, TierUsage
+from lamina_kvtier.tier import BlockKey, Operation, StoreTier, Tally, TierUsage
 
 __all__ = ["KvTiers"]
 
@@ -75,6 +75,7 @@ class KvTiers:
         self._provenance: Provenance = Unasked() if provenance is None else provenance
         self._clock, self._sleep, self._drain_s = clock, sleep, drain_s
         self._store_limits: dict[str, int] = {}  # bytes, by namespace
+        self._forgetting: list[Operation[Tally]] = []  # what the store was told to drop
         self._counts: Counter[str] = Counter()
         rates = Rates(kv.block_size, clock=clock) if rates is None else rates
         self.store_memory = StoreMemory() if memory is None else memory
@@ -254,7 +255,8 @@ class KvTiers:
     def forget_in_store(self, namespace: str) -> None:
         """See TiersBelow. Nobody waits for it: what is left of it, if the store is away, ages out there."""
         if self._store is not None:
-            self._store.forget(namespace)
+            going = [operation for operation in self._forgetting if not operation.done()]
+            self._forgetting = [*going, self._store.forget(namespace)]
 
     def moves(self, wanted: Callable[[BlockKey], bool]) -> bool:
         """See TiersBelow."""
@@ -282,13 +284,11 @@ class KvTiers:
         else:
             self.commons_of_host.check_integrity()
 
-    def drain(self) -> None:
+    def drain(self, tend: Callable[[], object]) -> None:
         """See Tiers."""
         if self._store is None or not self._drain_s:
             return
-        unit, total = self._arena.block_bytes, self._store.usage().limit
-        limits = {name: limit // unit for name, limit in self._store_limits.items()}
-        room = StoreRoom(None if total is None else total // unit, limits)
+        room = StoreRoom.of(self._store.usage(), self._store_limits, self._arena.block_bytes)
         drain = Drain(
             self._kv,
             self._host,
@@ -298,8 +298,15 @@ class KvTiers:
             pinned=self._saves.pinned(),
             room=room,
         )
+
+        def settle() -> bool:
+            self.settle()
+            tend()
+            self._forgetting = [operation for operation in self._forgetting if not operation.done()]
+            return bool(self._forgetting)
+
         drain.run(
-            self.settle,
+            settle,
             lambda: self._counts["stored"],
             seconds=self._drain_s,
             clock=self._clock,
