@@ -339,7 +339,7 @@ def test_uses_of_known_blocks_rank_nobody_anew(redis_server: EmbeddedValkey, con
     assert ran[b"hset"] == 1, "the tick"
 
 
-@pytest.mark.parametrize("total", [b"+-5", b"-5", b"+0", b"+1", b"many", b""])
+@pytest.mark.parametrize("total", [b"+-5", b"-5", b"+0", b"+1", b"many", b"", b"+nan", b"+inf"])
 def test_a_total_that_cannot_be_is_counted_anew(redis_server: EmbeddedValkey, connect: Connect, total: bytes) -> None:
     """Also one that becomes negative only when blocks go: whatever was written is read, and mended."""
     tier = connect(redis_server.address)

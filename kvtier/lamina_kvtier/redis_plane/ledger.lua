@@ -438,7 +438,7 @@ tick = tonumber(meta[3] or now * 1000) -- begins above any that an evicted META 
 base = tick
 if not room and ARGV[1] == 'delete' then return delete() end -- of entries that are left, `rebuild` takes care
 if not room and ARGV[1] ~= 'install' then return redis.error_reply('NOLEDGER there is none here') end
-if not written or total < 0 or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then
+if not (written and total >= 0 and total < math.huge) or (total > 0 and call('EXISTS', USED, BLOCK) < 2) then
   rebuild() -- the server evicted part of it, or somebody wrote a total that cannot be
 elseif string.sub(meta[2], 1, 1) ~= MARK or (total > 0 and call('EXISTS', OVER) == 0) then
   rank_all()

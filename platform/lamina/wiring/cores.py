@@ -18,7 +18,8 @@ _MOST_LANES = 2
 
 def compute_threads(root: Path = Path("/")) -> int:
     """Of arithmetic: two on one core only wait for each other."""
-    return min(psutil.cpu_count(logical=False) or 1, usable_cores(root))
+    usable = usable_cores(root)
+    return min(psutil.cpu_count(logical=False) or usable, usable)
 
 
 def store_lanes(root: Path = Path("/")) -> int:

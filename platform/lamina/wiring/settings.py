@@ -119,6 +119,7 @@ class Settings(BaseSettings):
         "Seconds in which a server that is told to stop saves blocks to the store, after its last request; 0: none. "
         "`embedded` ends with the server: there nothing is saved.",
         ge=0,
+        le=3600,
     )
     max_context: int | None = _engine(
         "max_context", "Tokens of prompt and completion together; unset: what the model allows.", ge=2
@@ -150,7 +151,9 @@ class Settings(BaseSettings):
     fused_slots: int = _engine("fused_slots", "Adapters in the fused plan; others take the usual way.", ge=1, le=64)
     fused_rank: int = _engine("fused_rank", "Rank up to which the fused plan takes adapters.", ge=8, multiple_of=8)
     prefix_caching: bool = _engine("prefix_caching", "Reuse KV blocks of equal prompt beginnings.")
-    threads: int | None = _engine("threads", "CPU threads of the engine; unset: physical cores it may use.", ge=1)
+    threads: int | None = _engine(
+        "threads", "CPU threads of the engine; unset: physical cores, or fewer if it may not use as many.", ge=1
+    )
     # Gateway
     host: str = _gateway("host", "Address to listen on; `0.0.0.0` for all.", min_length=1)
     port: int = _gateway("port", "Port to listen on; 0 takes a free one.", ge=0, le=65535)

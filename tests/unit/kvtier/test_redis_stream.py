@@ -53,12 +53,13 @@ def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
     listener.close()
 
 
-def test_a_reader_that_trickles_does_not_hold_a_send_past_its_deadline(peer: Peer) -> None:
-    """It takes a piece well within each deadline, but all of them would take half a minute."""
+@pytest.mark.parametrize("pause_s", [DEADLINE_S / 4, 0.004])
+def test_a_reader_that_trickles_does_not_hold_a_send_past_its_deadline(peer: Peer, pause_s: float) -> None:
+    """It takes a piece well within each deadline, or even each timer of the kernel, but all of them take seconds."""
     enough = threading.Event()
 
     def read(sock: socket.socket) -> None:
-        while not enough.wait(DEADLINE_S / 4) and sock.recv(1 << 15):
+        while not enough.wait(pause_s) and sock.recv(1 << 15):
             pass
 
     stream = peer(read)
@@ -66,6 +67,15 @@ def test_a_reader_that_trickles_does_not_hold_a_send_past_its_deadline(peer: Pee
     with pytest.raises(TimeoutError, match="deadline"):
         stream.send([MORE_THAN_FITS], len(MORE_THAN_FITS))
     enough.set()
+
+
+def test_nothing_is_sent_past_the_deadline(peer: Peer) -> None:
+    got = bytearray()
+    stream = peer(lambda sock: got.extend(sock.recv(1)))
+    stream.until(time.monotonic() - 1)
+    with pytest.raises(TimeoutError, match="deadline"):
+        stream.send([b"x"], 1)
+    stream.close()
 
 
 def test_a_reader_that_stops_ends_a_send_at_its_deadline(peer: Peer) -> None:
