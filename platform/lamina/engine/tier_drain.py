@@ -44,7 +44,8 @@ class StoreRoom:
 
     @staticmethod
     def of(usage: TierUsage, limits: Mapping[str, int], block_bytes: int) -> StoreRoom:
-        unit = -(-usage.bytes // usage.blocks) if usage.blocks else block_bytes + HEADER_BYTES
+        has_some = usage.bytes > 0 and usage.blocks  # the two may be from different moments
+        unit = -(-usage.bytes // has_some) if has_some else block_bytes + HEADER_BYTES
         total = None if usage.limit is None else usage.limit // unit
         return StoreRoom(total, {namespace: limit // unit for namespace, limit in limits.items()})
 

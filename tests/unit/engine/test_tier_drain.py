@@ -13,12 +13,13 @@ import pytest
 from fixtures.engines import drive, request, tiny_core
 from lamina.engine.core import EngineCore
 from lamina.engine.flight import Flight
+from lamina.engine.tier_drain import StoreRoom
 from lamina.types import PinOrder, QuotaPolicy, TierQuota
 from lamina_kvtier.block_codec import BlockCodec
 from lamina_kvtier.fault_tier import Faults, FaultTier
 from lamina_kvtier.identity import BlockId
 from lamina_kvtier.memory_tier import MemoryStore, MemoryTier, Steps
-from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier
+from lamina_kvtier.tier import BlockKey, Operation, Outcome, StoreTier, TierUsage
 from support.ahead import AheadBackend
 from support.below import Below
 from support.fixed_rates import HandClock
@@ -334,6 +335,21 @@ def test_what_the_store_has_counts_as_well(tmp_path: Path) -> None:
     core.close()
     assert all(closing.has(hot))
     assert [sum(closing.has(ids)) for ids in others] == [0, 4]
+
+
+@pytest.mark.parametrize(
+    ("usage", "total", "own"),
+    [
+        (TierUsage(0, None), None, 24),
+        (TierUsage(0, 8 * STORED), 8, 24),
+        (TierUsage(0, 8 * STORED, blocks=0), 8, 24),
+        (TierUsage(0, 8 * STORED, blocks=5), 8, 24),
+        (TierUsage(10 * 1072, 8 * STORED, blocks=10), 32, 96),
+        (TierUsage(10 * 1072 - 1, 8 * STORED, blocks=10), 32, 96),
+    ],
+)
+def test_room_is_in_blocks_as_they_are_stored(usage: TierUsage, total: int | None, own: int) -> None:
+    assert StoreRoom.of(usage, {"t": 24 * STORED}, 4096) == StoreRoom(total, {"t": own})
 
 
 @pytest.mark.parametrize("limit", [8, 24])
