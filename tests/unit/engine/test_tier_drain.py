@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import drive, request, tiny_core
+from fixtures.engines import drive, identities, request, tiny_core
 from lamina.engine.core import EngineCore
 from lamina.engine.flight import Flight
 from lamina.engine.tier_drain import StoreRoom
@@ -36,15 +36,6 @@ def ask(core: EngineCore, token_ids: list[int], tenant: str = "t") -> int:
     before = core.stats().prefix_hit_tokens
     drive(core, [request(f"r{core._arrivals}", [*token_ids, 5, 9], tenant=tenant, max_tokens=4)])
     return core.stats().prefix_hit_tokens - before
-
-
-def identities(core: EngineCore, token_ids: list[int], tenant: str = "t") -> list[BlockId]:
-    core.submit(request("identities", [*token_ids, 5], tenant=tenant))
-    [choice] = core.scheduler.queue
-    ids = choice.known_ids(16)
-    core.cancel("identities")
-    core.step()
-    return ids
 
 
 class Closing:

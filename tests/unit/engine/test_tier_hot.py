@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fixtures.engines import drive, request, tiny_core
+from fixtures.engines import drive, identities, request, tiny_core
 from lamina.engine.core import EngineCore
 from lamina.engine.store_memory import StoreMemory
 from lamina.engine.tier_hot import HotPrefixes
@@ -124,15 +124,6 @@ def ask(core: EngineCore, token_ids: list[int], tenant: str = "t", times: int = 
 def go_on(core: EngineCore, steps: int = 12) -> None:
     """Steps in which somebody else computes a little."""
     drive(core, [request(f"other{core._arrivals}", [3, 4, 5], tenant="other", max_tokens=steps)])
-
-
-def identities(core: EngineCore, token_ids: list[int], tenant: str = "t") -> list[BlockId]:
-    core.submit(request("identities", [*token_ids, 5], tenant=tenant))
-    [choice] = core.scheduler.queue
-    ids = choice.known_ids(16)
-    core.cancel("identities")
-    core.step()
-    return ids
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["host memory is a tier", "a store alone"])

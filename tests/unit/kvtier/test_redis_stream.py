@@ -123,9 +123,8 @@ def test_a_send_under_way_can_be_interrupted(peer: Peer) -> None:
     stream.until(time.monotonic() + PATIENCE_S)
     other = threading.Thread(target=lambda: (began.wait(PATIENCE_S), stream.interrupt()))
     other.start()
-    with pytest.raises(OSError) as ended:  # noqa: PT011 - which one is the system's choice, but not that of the deadline
+    with pytest.raises(ConnectionError):
         stream.send([MORE_THAN_FITS], len(MORE_THAN_FITS))
-    assert not isinstance(ended.value, TimeoutError)
     stopped.set()
     other.join()
 
@@ -133,6 +132,5 @@ def test_a_send_under_way_can_be_interrupted(peer: Peer) -> None:
 def test_a_reader_that_hangs_up_ends_a_send(peer: Peer) -> None:
     stream = peer(lambda sock: sock.recv(1) and None)
     stream.until(time.monotonic() + PATIENCE_S)
-    with pytest.raises(OSError) as ended:  # noqa: PT011 - as above
+    with pytest.raises(ConnectionError):
         stream.send([MORE_THAN_FITS], len(MORE_THAN_FITS))
-    assert not isinstance(ended.value, TimeoutError)
